@@ -1,0 +1,16 @@
+"""Where models come from: short names, hub ids, local folders, `.gguf` files, the embedded default."""
+
+from longspec.hub.cache import cache_dir
+from longspec.hub.registry import DEFAULT_TARGET, MODELS, ModelEntry, nearest
+from longspec.hub.resolve import TargetFiles, on_disk, resolve
+
+__all__ = [
+    "DEFAULT_TARGET",
+    "MODELS",
+    "ModelEntry",
+    "TargetFiles",
+    "cache_dir",
+    "nearest",
+    "on_disk",
+    "resolve",
+]

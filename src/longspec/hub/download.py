@@ -1,0 +1,131 @@
+"""Models from the Hugging Face hub, through its own cache."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from longspec.errors import UserError
+
+_SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+
+
+def download(hub_id: str, *, revision: str | None, offline: bool, progress: bool) -> Path:
+    """Fetch config, tokenizer and weights of a hub repository; what the hub's cache has is reused."""
+    import huggingface_hub as hub
+    from huggingface_hub import constants
+
+    offline = offline or constants.HF_HUB_OFFLINE
+    if offline:
+        folder = _cached(hub_id, revision)
+        if folder is None:
+            at = f" at revision {revision!r}" if revision else ""
+            raise UserError(
+                f"{hub_id}{at} is not complete in the local hub cache and offline was asked for:"
+                " run once without offline, or pass a local folder"
+            )
+        return folder
+    options: dict[str, Any] = {} if progress and sys.stderr.isatty() else {"tqdm_class": _silent_bar()}
+    try:
+        info = hub.HfApi().model_info(hub_id, revision=revision, timeout=15)
+        files = [sibling.rfilename for sibling in info.siblings or []]
+        if "config.json" not in files:
+            raise UserError(f"{hub_id} has no config.json: it is not a model this package can run")
+        patterns = [*_SMALL_FILES, _weight_pattern(hub_id, files)]
+        # Sub-folders hold other formats and training leftovers, never the model itself.
+        folder = hub.snapshot_download(
+            hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"], **options
+        )
+    except UserError:
+        raise
+    except Exception as error:
+        if (reason := _explain(error, hub_id, revision)) is None:
+            raise
+        if _is_network(error) and (known := _cached(hub_id, revision)) is not None:
+            return known
+        raise UserError(reason) from error
+    return Path(folder)
+
+
+def downloaded(hub_id: str) -> bool:
+    """Whether the hub's cache holds the repository's newest known version in full."""
+    return _cached(hub_id, None) is not None
+
+
+def _cached(hub_id: str, revision: str | None) -> Path | None:
+    """The cached snapshot if it has a config and every weight file, else None. Asks no network."""
+    import huggingface_hub as hub
+
+    try:
+        folder = Path(hub.snapshot_download(hub_id, revision=revision, local_files_only=True))
+    except Exception:
+        # Not there, a name that cannot be one, a cache that cannot be read: all the same to the caller.
+        return None
+    complete = (folder / "config.json").is_file() and _has_tokenizer(folder) and _has_weights(folder)
+    return folder if complete else None
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def _has_weights(folder: Path) -> bool:
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / stem).is_file():
+            return True
+        try:
+            index = json.loads((folder / f"{stem}.index.json").read_text(encoding="utf-8"))
+            if all((folder / name).is_file() for name in set(index["weight_map"].values())):
+                return True
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            continue
+    return False
+
+
+def _weight_pattern(hub_id: str, files: list[str]) -> str:
+    """Safetensors where the repository has them; pickled files only where it has nothing else."""
+    top = [name for name in files if "/" not in name]
+    if any(name.startswith("model") and name.endswith(".safetensors") for name in top):
+        return "model*.safetensors"
+    if any(name.startswith("pytorch_model") and name.endswith(".bin") for name in top):
+        return "pytorch_model*.bin"
+    raise UserError(f"{hub_id} has neither model*.safetensors nor pytorch_model*.bin weights")
+
+
+def _is_network(error: Exception) -> bool:
+    # By name: huggingface_hub's HTTP library is httpx in some versions and httpx2 in others.
+    kinds = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("httpx")}
+    return "TransportError" in kinds or isinstance(error, ConnectionError | TimeoutError)
+
+
+def _explain(error: Exception, hub_id: str, revision: str | None) -> str | None:
+    """What went wrong, in one line for the user; None for what is not the user's to mend."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return f"{hub_id} is gated: accept its terms on its hub page and log in with `hf auth login`"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{hub_id} has no revision {revision!r}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"there is no model {hub_id} on the hub, or it is private: check the name, or `hf auth login`"
+    if isinstance(error, errors.HFValidationError):
+        return f"{hub_id!r} is not a valid hub id: use org/name"
+    if _is_network(error) or isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
+        return f"cannot reach the hub for {hub_id}: check the network, or pass a local folder or .gguf file"
+    if isinstance(error, errors.HfHubHTTPError):
+        return f"the hub refused {hub_id}: {(str(error).splitlines() or ['no reason given'])[0]}"
+    if isinstance(error, OSError):
+        return f"cannot store {hub_id}: {error.strerror or error}; set HF_HOME to a folder with room"
+    return None
+
+
+def _silent_bar() -> type:
+    from huggingface_hub import utils
+
+    base: Any = utils.tqdm  # type: ignore[attr-defined]
+
+    class SilentBar(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **(kwargs | {"disable": True}))
+
+    return SilentBar

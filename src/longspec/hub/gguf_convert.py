@@ -1,0 +1,209 @@
+"""Convert a `.gguf` file, once, into a folder in the Hugging Face layout.
+
+Weights keep the file's own type where all its matrices are F32, F16 or BF16. Quantised weights are
+expanded to float32 when that takes at most 8 GB, so that nothing more is lost, and to bfloat16
+above. Vectors (norms, biases) stay float32. Memory is bounded by one shard of 2 GB.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longspec.errors import UserError
+from longspec.hub.cache import build_folder, cache_dir, require_space
+from longspec.hub.gguf_config import ROPE_FREQS, Metadata, Weight, hf_config, special_ids, weight_plan
+from longspec.hub.gguf_header import GGUFHeader, TensorInfo, damaged, read_header
+from longspec.hub.gguf_tokenizer import save_tokenizer
+from longspec.hub.progress import byte_bar
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+_PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+_MAX_FLOAT32_BYTES = 8 * 10**9
+_SHARD_BYTES = 2 * 10**9
+_CHUNK_ELEMENTS = 1 << 24  # dequantised at a time: 64 MB of float32
+
+
+def converted(path: Path, *, progress: bool = True) -> Path:
+    """The folder a `.gguf` file converts to, made on first use and kept in the cache."""
+    path = path.absolute()
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    key = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    return build_folder(
+        cache_dir() / "gguf" / f"{path.stem}-{key}",
+        lambda folder: convert(path, folder, progress=progress),
+    )
+
+
+def convert(path: Path, folder: Path, *, progress: bool = True) -> dict[str, Any]:
+    """Write config, tokenizer and weights of a GGUF file into `folder`; returns where they come from."""
+    header = read_header(path)
+    meta = Metadata(header)
+    if meta.integer("split.count", 1, low=0) > 1:
+        raise meta.refuse("split GGUF files; join the parts first (llama-gguf-split --merge)")
+    _refuse_types(meta)
+    config = hf_config(meta, _rope_freqs(header))
+    plan = weight_plan(meta, config)
+    dtype = _storage_type(header, plan)
+    num_bytes = sum(_num_elements(weight) * (2 if _is_half(weight, dtype) else 4) for weight in plan)
+    require_space(folder, num_bytes)
+    _save_config(meta, config, dtype, folder)
+    save_tokenizer(meta, folder)
+    with byte_bar(f"Converting {path.name}", num_bytes, progress) as advance:
+        _Shards(folder, num_bytes).save(_tensors(header, plan, dtype), advance)
+    stat = path.stat()
+    return {
+        "source": path.name,
+        "size": stat.st_size,
+        "mtime_ns": stat.st_mtime_ns,
+        "license": header.metadata.get("general.license"),
+    }
+
+
+def _refuse_types(meta: Metadata) -> None:
+    for tensor in meta.header.tensors.values():
+        if tensor.type_name not in _PLAIN and tensor.type_name not in _QUANTISED:
+            supported = ", ".join((*_PLAIN, *_QUANTISED))
+            raise meta.refuse(f"the type {tensor.type_name} of tensor {tensor.name!r}; it reads {supported}")
+
+
+def _num_elements(weight: Weight) -> int:
+    return weight.shape[0] * (weight.shape[1] if len(weight.shape) == 2 else 1)
+
+
+def _is_half(weight: Weight, dtype: str) -> bool:
+    return len(weight.shape) == 2 and dtype != "float32"
+
+
+def _storage_type(header: GGUFHeader, plan: list[Weight]) -> str:
+    """The type matrices are stored in, as the module's docstring says."""
+    kinds = {header.tensors[weight.gguf_name].type_name for weight in plan if len(weight.shape) == 2}
+    if len(kinds) == 1 and (kind := kinds.pop()) in _PLAIN:
+        return _PLAIN[kind]
+    num_bytes = 4 * sum(_num_elements(weight) for weight in plan)
+    return "float32" if num_bytes <= _MAX_FLOAT32_BYTES else "bfloat16"
+
+
+def _save_config(meta: Metadata, config: dict[str, Any], dtype: str, folder: Path) -> None:
+    from transformers import GenerationConfig, LlamaConfig, Qwen2Config, Qwen3Config
+
+    ids = special_ids(meta, config["vocab_size"])
+    try:
+        family = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[meta.arch]
+        family(**config, **ids, dtype=dtype).save_pretrained(folder)
+        GenerationConfig(**ids).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    except (ValueError, TypeError, KeyError) as error:  # the libraries' own checks of odd values
+        reason = str(error).splitlines() or [type(error).__name__]
+        raise UserError(f"{meta.header.path}: its metadata makes no model ({reason[0]})") from error
+
+
+def _map(path: Path) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    import numpy as np
+
+    return np.memmap(path, dtype=np.uint8, mode="r")
+
+
+def _rope_freqs(header: GGUFHeader) -> list[float] | None:
+    info = header.tensors.get(ROPE_FREQS)
+    if info is None:
+        return None
+    if info.type_name != "F32" or len(info.shape) != 1 or info.shape[0] > 1 << 16:
+        raise damaged(header.path, f"tensor {ROPE_FREQS!r} is no float32 vector")
+    values: list[float] = _dequantised(_map(header.path), info, "float32").tolist()
+    return values
+
+
+def _tensors(header: GGUFHeader, plan: list[Weight], dtype: str) -> "Iterator[tuple[str, torch.Tensor]]":
+    data = _map(header.path)
+    for weight in plan:
+        info = header.tensors[weight.gguf_name]
+        tensor = _dequantised(data, info, dtype if len(weight.shape) == 2 else "float32")
+        if not all(bool(extreme.isfinite()) for extreme in tensor.aminmax()):
+            raise damaged(header.path, f"tensor {info.name!r} holds values that are not finite")
+        if weight.num_heads:
+            rows, columns = weight.shape
+            pairs = tensor.view(weight.num_heads, rows // weight.num_heads // 2, 2, columns)
+            tensor = pairs.transpose(1, 2).reshape(rows, columns)
+        yield weight.hf_name, tensor
+
+
+def _dequantised(data: "np.ndarray[Any, np.dtype[np.uint8]]", info: TensorInfo, dtype: str) -> "torch.Tensor":
+    """One tensor in the wanted type, expanded some rows at a time so that float32 never exists in whole."""
+    import numpy as np
+    import torch
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    out = torch.empty(info.shape, dtype=getattr(torch, dtype))
+    num_rows = info.shape[0] if len(info.shape) == 2 else 1
+    raw = data[info.offset : info.offset + info.num_bytes].reshape(num_rows, -1)
+    flat = out.view(num_rows, -1)
+    step = max(1, _CHUNK_ELEMENTS // flat.shape[1])
+    with np.errstate(all="ignore"):  # damaged scales overflow; the caller looks for what is not finite
+        for start in range(0, num_rows, step):
+            rows = dequantize(raw[start : start + step], GGMLQuantizationType[info.type_name])
+            flat[start : start + step] = torch.from_numpy(np.array(rows, dtype=np.float32))
+    return out
+
+
+class _Shards:
+    """Writes tensors into safetensors files of bounded size, and the index when there are several."""
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        self.folder = folder
+        self.num_bytes = num_bytes
+        self.waiting: dict[str, torch.Tensor] = {}
+        self.files: list[list[str]] = []
+
+    def save(self, tensors: "Iterator[tuple[str, torch.Tensor]]", advance: Any) -> None:
+        size = 0
+        for name, tensor in tensors:
+            if self.waiting and size + tensor.nbytes > _SHARD_BYTES:
+                self.flush()
+                size = 0
+            self.waiting[name] = tensor
+            size += tensor.nbytes
+            advance(tensor.nbytes)
+        self.flush()
+        self.finish()
+
+    def flush(self) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        try:
+            save_file(self.waiting, self._part(len(self.files)), metadata={"format": "pt"})
+        except SafetensorError as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"cannot write weights to {self.folder.parent}: {reason}") from error
+        shutil.copymode(
+            self.folder / "config.json", self._part(len(self.files))
+        )  # safetensors makes it private
+        self.files.append(list(self.waiting))
+        self.waiting = {}
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f"part-{number}.safetensors"
+
+    def finish(self) -> None:
+        """Give the files their final names, which hold their number."""
+        if len(self.files) == 1:
+            self._part(0).rename(self.folder / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self.files):
+            file_name = f"model-{number + 1:05d}-of-{len(self.files):05d}.safetensors"
+            self._part(number).rename(self.folder / file_name)
+            weight_map |= dict.fromkeys(names, file_name)
+        index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2) + "\n"
+        (self.folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")

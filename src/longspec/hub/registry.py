@@ -1,0 +1,73 @@
+"""The models that go by a short name: targets, their published drafts, and what their tokenizers lack."""
+
+import difflib
+from dataclasses import dataclass
+
+DEFAULT_TARGET = "smollm2-135m"
+
+# FastChat's "vicuna_v1.1" conversation, which LongChat shares; the tokenizers of both have no template.
+VICUNA_CHAT_TEMPLATE = (
+    "{%- if messages and messages[0]['role'] == 'system' -%}"
+    "{%- set system = messages[0]['content'] -%}{%- set turns = messages[1:] -%}"
+    "{%- else -%}"
+    '{%- set system = "A chat between a curious user and an artificial intelligence assistant. '
+    "The assistant gives helpful, detailed, and polite answers to the user's questions.\" -%}"
+    "{%- set turns = messages -%}"
+    "{%- endif -%}"
+    "{{- bos_token + system + ' ' -}}"
+    "{%- for turn in turns -%}"
+    "{%- if turn['role'] == 'user' -%}{{- 'USER: ' + turn['content'] + ' ' -}}"
+    "{%- elif turn['role'] == 'assistant' -%}{{- 'ASSISTANT: ' + turn['content'] + '</s>' -}}"
+    "{%- else -%}{{- raise_exception('unknown role ' + turn['role'] + ': use user or assistant') -}}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- 'ASSISTANT:' -}}{%- endif -%}"
+)
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One row of the table. `None` means: as the model's own files say."""
+
+    name: str
+    target: str | None
+    """Hub id; None for the embedded default, which comes from PyPI (see `longspec.hub.embedded`)."""
+    draft: str | None
+    context: int
+    pad_id: int | None = None
+    eos_id: int | None = None
+    chat_template: str | None = None
+
+
+def _published(
+    name: str,
+    target: str,
+    context: int,
+    *,
+    pad_id: int | None = None,
+    eos_id: int | None = None,
+    chat_template: str | None = None,
+) -> ModelEntry:
+    """A target with the draft published for it under the same model name."""
+    draft = "sail/longspec-" + target.split("/")[1]
+    return ModelEntry(name, target, draft, context, pad_id, eos_id, chat_template)
+
+
+MODELS: dict[str, ModelEntry] = {
+    entry.name: entry
+    for entry in (
+        ModelEntry(DEFAULT_TARGET, target=None, draft=None, context=8192),
+        _published("vicuna7b", "lmsys/vicuna-7b-v1.5-16k", 16384, chat_template=VICUNA_CHAT_TEMPLATE),
+        _published("vicuna13b", "lmsys/vicuna-13b-v1.5-16k", 16384, chat_template=VICUNA_CHAT_TEMPLATE),
+        _published("longchat7b", "lmsys/longchat-7b-v1.5-32k", 32768, chat_template=VICUNA_CHAT_TEMPLATE),
+        _published("longchat13b", "lmsys/longchat-13b-16k", 16384, chat_template=VICUNA_CHAT_TEMPLATE),
+        _published("llama8b", "gradientai/Llama-3-8B-Instruct-262k", 262000, pad_id=128001, eos_id=128009),
+        _published("qwq", "Qwen/QwQ-32B-Preview", 32768, pad_id=151643, eos_id=151645),
+    )
+}
+
+
+def nearest(name: str) -> str | None:
+    """The short name most like `name`, or None when nothing comes close."""
+    matches = difflib.get_close_matches(name.lower(), MODELS, n=1, cutoff=0.5)
+    return matches[0] if matches else None

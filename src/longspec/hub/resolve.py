@@ -1,0 +1,82 @@
+"""From what the user calls a model to a folder with its files."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from longspec.errors import UserError
+from longspec.hub.registry import MODELS, ModelEntry, nearest
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """A target that is on disk: a folder in the Hugging Face layout."""
+
+    name: str
+    folder: Path
+    entry: ModelEntry | None
+
+
+def resolve(
+    target: str, *, revision: str | None = None, offline: bool = False, progress: bool = True
+) -> TargetFiles:
+    """Find `target` (a path, a short name or a hub id, in this order), fetching it when it is not on disk.
+
+    `revision` applies to hub ids. Nothing the files contain is ever run as code.
+    """
+    path = Path(target).expanduser()
+    if target and (path.exists() or _looks_like_path(target)):
+        return TargetFiles(target, _local(path, progress), None)
+    entry = MODELS.get(target)
+    if entry is not None and entry.target is None:
+        from longspec.hub.embedded import embedded_target
+
+        return TargetFiles(target, embedded_target(offline=offline, progress=progress), entry)
+    hub_id = entry.target if entry is not None and entry.target is not None else target
+    if hub_id.count("/") != 1:
+        raise _unknown(target)
+    from longspec.hub.download import download
+
+    return TargetFiles(target, download(hub_id, revision=revision, offline=offline, progress=progress), entry)
+
+
+def on_disk(entry: ModelEntry) -> bool:
+    """Whether a model of the table is here in full already. Asks no network."""
+    if entry.target is None:
+        from longspec.hub.cache import is_complete
+        from longspec.hub.embedded import embedded_folder
+
+        return is_complete(embedded_folder())
+    from longspec.hub.download import downloaded
+
+    return downloaded(entry.target)
+
+
+def _looks_like_path(target: str) -> bool:
+    return (
+        target.endswith(".gguf") or target.startswith(("/", "./", "../", "~", ".")) or target.count("/") > 1
+    )
+
+
+def _local(path: Path, progress: bool) -> Path:
+    if not path.exists():
+        raise UserError(f"there is no file or folder {path}")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"the folder {path} has no config.json: pass a Hugging Face model folder")
+        return path
+    if path.suffix != ".gguf":
+        raise UserError(f"{path} is neither a model folder nor a .gguf file")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{path} cannot be read: check its permissions")
+    from longspec.hub.gguf_convert import converted
+
+    return converted(path, progress=progress)
+
+
+def _unknown(target: str) -> UserError:
+    close = nearest(target)
+    hint = f"did you mean {close!r}?" if close else f"known names: {', '.join(MODELS)}"
+    return UserError(
+        f"unknown target {target!r}: {hint} (or pass a folder, a .gguf file or a hub id like org/name)"
+    )

@@ -1,1 +1,29 @@
-"""LongSpec."""
+"""LongSpec: lossless speculative decoding for long contexts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longspec.api import LongSpec, Stream
+    from longspec.errors import UserError
+    from longspec.generation import Generation
+
+__version__ = "0.1.0"
+__all__ = ["Generation", "LongSpec", "Stream", "UserError", "__version__"]
+
+_HOMES = {
+    "LongSpec": "longspec.api",
+    "Stream": "longspec.api",
+    "Generation": "longspec.generation",
+    "UserError": "longspec.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: `longspec --help` must not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'longspec' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

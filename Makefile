@@ -1,0 +1,28 @@
+# The two commands to know: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+PROMPT ?= Why is the sky blue? Answer in three sentences.
+
+.PHONY: demo test test-full bench clean
+
+demo: .venv/ready  ## set up, fetch the default model, answer a sample prompt
+	@echo 'longspec generate "$(PROMPT)"'
+	@$(BIN)/longspec generate "$(PROMPT)"
+
+test: .venv/ready  ## set up, then everything that guards a change
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -m "not full"
+
+test-full: .venv/ready  ## the tests that take minutes as well
+	$(BIN)/pytest
+
+bench: .venv/ready  ## vanilla decoding side by side with transformers
+	$(BIN)/longspec bench vanilla
+
+.venv/ready: pyproject.toml constraints.txt scripts/setup
+	@PYTHON="$(PYTHON)" scripts/setup
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,162 @@
+"""The front door: load a target, generate, stream."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, Unpack, cast, overload
+
+from longspec import hub
+from longspec.decoding.choose import Sampling
+from longspec.decoding.reuse import PrefixStore
+from longspec.errors import UserError
+from longspec.generation import Generation
+from longspec.models.checkpoint import WeightFiles
+from longspec.models.files import eos_ids, read_config, read_generation_config
+from longspec.models.load import load_target
+from longspec.models.placement import check_fits, pick_device, pick_dtype
+from longspec.prompts import Message, Prompt, PromptEncoder, is_batch
+from longspec.request import Engine, Options, Request
+
+
+class LongSpec:
+    """A target that is loaded and ready to answer.
+
+    The KV of the last request stays, so the next turn of a conversation, or another question about the
+    same document, computes only what is new. `reset` lets it go.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str = hub.DEFAULT_TARGET,
+        draft: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_length: int | None = None,
+        *,
+        revision: str | None = None,
+        offline: bool = False,
+        progress: bool = False,
+    ) -> LongSpec:
+        """Load a target by short name, hub id, folder or .gguf file.
+
+        dtype and device are torch's names; "auto" is bfloat16 on a GPU and float32 on a CPU. max_length
+        bounds prompt plus answer; the default is what the model was made for.
+        """
+        if draft is not None:
+            raise UserError(f"draft {draft!r} cannot be used: this version decodes without drafts")
+        place = pick_device(device)
+        kind = pick_dtype(dtype, place)
+        files = hub.resolve(target, revision=revision, offline=offline, progress=progress)
+        entry, folder = files.entry, files.folder
+        config = read_config(folder)
+        check_fits(files.name, config, kind, place)
+        encoder = PromptEncoder(folder, entry.chat_template if entry else None)
+        ends = eos_ids(folder) | {encoder.tokenizer.eos_token_id, entry.eos_id if entry else None}
+        limit = _pick_max_length(max_length, entry.context if entry else config.max_length)
+        with WeightFiles(folder) as weights:
+            model = load_target(config, weights.tensor, place, kind)
+        return cls(
+            Engine(
+                name=files.name,
+                target=model,
+                encoder=encoder,
+                defaults=Sampling.from_generation_config(read_generation_config(folder)),
+                eos_ids=frozenset(end for end in ends if end is not None),
+                max_length=limit,
+                store=PrefixStore(),
+            )
+        )
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's `transformers` tokenizer."""
+        return self.engine.encoder.tokenizer
+
+    @overload
+    def generate(  # type: ignore[overload-overlap] # a str is a sequence of str, and still one prompt
+        self, prompt: str | Sequence[Message] | Sequence[int], **options: Unpack[Options]
+    ) -> Generation: ...
+
+    @overload
+    def generate(self, prompt: Sequence[Prompt], **options: Unpack[Options]) -> list[Generation]: ...
+
+    def generate(
+        self, prompt: Prompt | Sequence[Prompt], **options: Unpack[Options]
+    ) -> Generation | list[Generation]:
+        """Answer one prompt, or a list of them side by side; see `Options` for what can be set.
+
+        A prompt is a text, a list of messages or a list of token ids; texts go through the chat template
+        unless `raw=True`.
+        """
+        batch = is_batch(prompt)
+        request = Request(self.engine, cast("Sequence[Prompt]", prompt if batch else [prompt]), options)
+        try:
+            for _ in request.turns():
+                pass
+        finally:
+            request.close()
+        results = request.results()
+        return results if batch else results[0]
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
+        """Answer one prompt piece by piece; options as for `generate`."""
+        return Stream(Request(self.engine, [prompt], options))
+
+    def reset(self) -> None:
+        """Forget the last request's KV and free its memory."""
+        self.engine.store.clear()
+
+
+class Stream:
+    """Iterate over it for pieces of text; afterwards `result` has the whole answer and the figures.
+
+    Closing it early, or leaving its `with` block, frees what it held; `result` then tells what came so far.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._pieces = self._iterate()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop here."""
+        self._pieces.close()
+
+    @property
+    def result(self) -> Generation:
+        """The answer so far, or whole once the stream is at its end."""
+        return self._request.results()[0]
+
+    def _iterate(self) -> Generator[str]:
+        given = 0
+        try:
+            for _ in self._request.turns():
+                text = self._request.texts[0].text
+                if len(text) > given:
+                    piece, given = text[given:], len(text)
+                    yield piece
+        finally:
+            self._request.close()
+
+
+def _pick_max_length(wanted: int | None, limit: int) -> int:
+    if wanted is None:
+        return limit
+    if not 2 <= wanted <= limit:
+        raise UserError(f"max_length {wanted} must lie between 2 and the target's limit of {limit} tokens")
+    return wanted

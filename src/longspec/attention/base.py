@@ -1,0 +1,72 @@
+"""What every attention backend offers, and how partial results combine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longspec.errors import UserError
+
+BACKENDS = ("torch", "reference")
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What one forward pass asks of attention; made once, used by every layer."""
+
+    lengths: Tensor
+    """Entries of each row's prefix, int64 [B]."""
+    num_new: int
+    """T, the queries per row; their keys stand right behind the prefix."""
+    tree: Tensor | None
+    """Which new tokens each new token sees, bool [T, T] or [B, T, T]; None for a causal chain."""
+    host_lengths: tuple[int, ...]
+    """`lengths` again, for backends whose shapes follow them."""
+
+
+class Attention(Protocol):
+    """A backend. Queries are [B, T, H, D], a layer's cache is [B, K, S, D].
+
+    Results are `out` [B, T, H, D] in the queries' type and `lse` [B, T, H] in fp32, the log of the sum of
+    the exponentiated scores, so that results over disjoint keys can be merged exactly.
+    """
+
+    def plan(self, lengths: Tensor, num_new: int, tree: Tensor | None = None) -> AttentionPlan:
+        """Prepare for one forward pass."""
+        ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+        """Each query sees the prefix, and of the new tokens those that the plan lets it see."""
+        ...
+
+    def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+        """Each query sees the whole prefix and nothing else; an empty prefix gives 0 and lse -inf."""
+        ...
+
+
+def merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Combine attention over two disjoint sets of keys. A side that saw nothing has weight 0."""
+    (out_one, lse_one), (out_two, lse_two) = one, two
+    lse = torch.logaddexp(lse_one, lse_two)
+    # Where both sides saw nothing lse is -inf and the weights would be nan: they are 0 there.
+    base = lse.masked_fill(lse == -torch.inf, 0.0)
+    weight_one = torch.exp(lse_one - base).unsqueeze(-1)
+    weight_two = torch.exp(lse_two - base).unsqueeze(-1)
+    out = out_one.float() * weight_one + out_two.float() * weight_two
+    return out.to(out_one.dtype), lse
+
+
+def choose_backend(name: str = "auto") -> Attention:
+    """The backend called `name`, or the best one that is there."""
+    if name not in ("auto", *BACKENDS):
+        raise UserError(f"attention backend {name!r} is unknown; there are: auto, {', '.join(BACKENDS)}")
+    if name == "reference":
+        from longspec.attention.reference import ReferenceAttention
+
+        return ReferenceAttention()
+    from longspec.attention.torch_backend import TorchAttention
+
+    return TorchAttention()

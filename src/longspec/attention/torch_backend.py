@@ -1,0 +1,111 @@
+"""Attention by the kernels that torch ships, on any device, row by row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longspec.attention.base import AttentionPlan, merge
+
+
+class TorchAttention:
+    """FlashAttention where torch has it for the type and device.
+
+    The query heads that share a KV head are folded into rows of one attention problem, so nothing is ever
+    repeated. Rows have lengths of their own and are taken one by one: no work on padding, and a row's
+    result cannot depend on its neighbours.
+    """
+
+    def plan(self, lengths: Tensor, num_new: int, tree: Tensor | None = None) -> AttentionPlan:
+        """See `Attention.plan`. Reads the lengths on the host, once per forward pass."""
+        return AttentionPlan(lengths, num_new, tree, tuple(lengths.tolist()))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+        """See `Attention.attend`."""
+        rows = []
+        for row, length in enumerate(plan.host_lengths):
+            query, end = q[row], length + plan.num_new
+            if plan.num_new == 1:
+                rows.append(_unmasked(query, k[row, :, :end], v[row, :, :end]))
+                continue
+            new_k, new_v = k[row, :, length:end], v[row, :, length:end]
+            if plan.tree is None:
+                result = _causal(query, new_k, new_v)
+            else:
+                tree = plan.tree if plan.tree.ndim == 2 else plan.tree[row]
+                result = _masked(query, new_k, new_v, tree)
+            if length:
+                result = merge(_unmasked(query, k[row, :, :length], v[row, :, :length]), result)
+            rows.append(result)
+        return _stack(rows)
+
+    def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+        """See `Attention.prefix`."""
+        rows = []
+        for row, length in enumerate(plan.host_lengths):
+            if length:
+                rows.append(_unmasked(q[row], k[row, :, :length], v[row, :, :length]))
+            else:
+                nothing = q.new_full(q.shape[1:3], -torch.inf, dtype=torch.float32)
+                rows.append((torch.zeros_like(q[row]), nothing))
+        return _stack(rows)
+
+
+def _stack(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(rows) == 1:
+        return rows[0][0].unsqueeze(0), rows[0][1].unsqueeze(0)
+    outs, lses = zip(*rows, strict=True)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def _unmasked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [T, H, D] over keys [K, S, D], every query seeing every key."""
+    out, lse = _flash(_fold(q, k.shape[0]), k, v)
+    return _unfold(out, q.shape), _unfold(lse, q.shape[:2])
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with a mask [T, S] that says which keys each query sees; it must see one at least."""
+    groups = q.shape[1] // k.shape[0]
+    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+    out, lse = _flash(_fold(q, k.shape[0]), k, v, bias.repeat_interleave(groups, 0))
+    return _unfold(out, q.shape), _unfold(lse, q.shape[:2])
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Query t sees keys 0..t. One call per query head of a group: folded rows would not be causal."""
+    T, H, D = q.shape
+    by_group = q.view(T, k.shape[0], -1, D).permute(2, 1, 0, 3)
+    parts = [_flash(heads, k, v, causal=True) for heads in by_group]
+    out = torch.stack([out for out, _ in parts], 1)
+    lse = torch.stack([lse for _, lse in parts], 1)
+    return out.permute(2, 0, 1, 3).reshape(T, H, D), lse.permute(2, 0, 1).reshape(T, H)
+
+
+def _fold(q: Tensor, num_kv_heads: int) -> Tensor:
+    """[T, H, D] to [K, T * G, D]."""
+    T, _, D = q.shape
+    return q.view(T, num_kv_heads, -1, D).transpose(0, 1).reshape(num_kv_heads, -1, D)
+
+
+def _unfold(x: Tensor, shape: torch.Size) -> Tensor:
+    """[K, T * G, ...] back to `shape`, [T, H, ...]."""
+    return x.view(x.shape[0], shape[0], -1, *shape[2:]).transpose(0, 1).reshape(shape)
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """q [K, R, D] over k, v [K, S, D] by the fastest of torch's kernels that also returns the lse."""
+    q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    if q.device.type == "cpu":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = kernel(q, k, v, 0.0, causal, attn_mask=bias)
+    elif bias is None and q.dtype != torch.float32:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    else:
+        if bias is not None:
+            bias = bias.expand(1, q.shape[1], *bias.shape)
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        out, lse = kernel(q, k, v, bias, True, 0.0, causal)[:2]
+    return out[0], lse[0, :, : q.shape[2]].float()

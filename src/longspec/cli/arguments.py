@@ -1,0 +1,81 @@
+"""Flags that several commands share, and how they become a model and options."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from longspec.api import LongSpec
+    from longspec.request import Options
+
+DEFAULT_TARGET = "smollm2-135m"
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which target, and how it is run."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--target",
+        default=DEFAULT_TARGET,
+        metavar="MODEL",
+        help="short name (see `longspec models`), hub id, Hugging Face folder or .gguf file "
+        "(default: %(default)s)",
+    )
+    group.add_argument("--revision", help="branch, tag or commit of a hub id")
+    group.add_argument("--offline", action="store_true", help="use only what is on disk")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    group.add_argument(
+        "--dtype",
+        default="auto",
+        help="auto, float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)",
+    )
+    group.add_argument(
+        "--max-length", type=int, metavar="N", help="limit on prompt plus answer (default: the model's)"
+    )
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen and when to stop."""
+    group = parser.add_argument_group("sampling (what is not given follows the model's generation_config)")
+    group.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="longest answer (default: what fits, at most 512)"
+    )
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-k", type=int, metavar="K", help="sample among the K best tokens; 0 is off")
+    group.add_argument("--top-p", type=float, metavar="P", help="sample among the best tokens of mass P")
+    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the best one's")
+    group.add_argument("--repetition-penalty", type=float, metavar="R", help="1 is off")
+    group.add_argument("--seed", type=int, help="the same seed gives the same text (default: a new one)")
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; repeatable"
+    )
+    group.add_argument("--method", default="vanilla", help="decoding method: vanilla (default)")
+
+
+def load(arguments: argparse.Namespace) -> LongSpec:
+    """The model that the flags name."""
+    from longspec.api import LongSpec
+
+    return LongSpec.from_pretrained(
+        arguments.target,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        max_length=arguments.max_length,
+        revision=arguments.revision,
+        offline=arguments.offline,
+        progress=True,
+    )
+
+
+def options(arguments: argparse.Namespace) -> Options:
+    """The options that the flags give. Checked here, so that a bad value is told before a long load."""
+    from longspec.decoding.choose import Sampling
+    from longspec.request import Options, check_method
+
+    given = {name: value for name, value in vars(arguments).items() if name in Options.__annotations__}
+    check_method(given["method"])
+    names = {field.name for field in fields(Sampling)}
+    Sampling(**{name: value for name, value in given.items() if name in names and value is not None})
+    return cast("Options", given)

@@ -1,0 +1,69 @@
+"""Answer one prompt, streaming the text; the last line, on stderr, has the figures.
+
+longspec generate "Why is the sky blue?"
+longspec generate --file report.txt --max-new-tokens 200
+cat report.txt | longspec generate --temperature 0.7 --seed 1
+longspec generate --raw "Once upon a time" --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from longspec.cli.arguments import add_model_arguments, add_sampling_arguments, load, options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `longspec generate`."""
+    parser.add_argument("prompt", nargs="?", help="the prompt; without it, --file or standard input is read")
+    parser.add_argument("--file", metavar="PATH", help="read the prompt from a UTF-8 file")
+    parser.add_argument("--raw", action="store_true", help="no chat template: continue the text as it is")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    add_model_arguments(parser)
+    add_sampling_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    from longspec.cli.terminal import figures, write
+
+    prompt = read_prompt(arguments)
+    chosen = options(arguments)
+    model = load(arguments)
+    if arguments.json:
+        print(json.dumps(model.generate(prompt, **chosen).to_json()))
+        return 0
+    with model.stream(prompt, **chosen) as stream:
+        for piece in stream:
+            write(piece)
+    write("\n")
+    print(figures(stream.result), file=sys.stderr)
+    return 0
+
+
+def read_prompt(arguments: argparse.Namespace) -> str:
+    """The prompt from the argument, --file or standard input."""
+    from longspec.errors import UserError
+
+    if arguments.prompt is not None and arguments.file is not None:
+        raise UserError("give the prompt as an argument or with --file, not both")
+    try:
+        if arguments.prompt is not None:
+            text = str(arguments.prompt)
+        elif arguments.file is not None:
+            text = Path(arguments.file).read_text(encoding="utf-8")
+        elif sys.stdin.isatty():
+            raise UserError('there is no prompt; try: longspec generate "Why is the sky blue?"')
+        else:
+            text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        source = arguments.file or "standard input"
+        raise UserError(f"{source} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except OSError as error:
+        raise UserError(f"cannot read {arguments.file or 'standard input'}: {error.strerror}") from error
+    if not text.strip():
+        raise UserError("the prompt is empty; give some text")
+    return text

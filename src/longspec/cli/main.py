@@ -1,0 +1,85 @@
+"""`longspec`: the parser, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from longspec import __version__
+
+_DESCRIPTION = """\
+Lossless speculative decoding for long contexts: Llama and Qwen models answer faster and say the same.
+
+  longspec generate "Why is the sky blue?"      answer once, with the model that comes along
+  longspec chat                                 talk to it
+  longspec models                               models that have a short name
+  longspec info qwq                             how large a model is, and what context fits here
+"""
+
+_COMMANDS = {
+    "generate": "answer one prompt",
+    "chat": "talk in the terminal",
+    "models": "list the models that have a short name",
+    "info": "show a target's size and what context fits in this machine's memory",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code. Bad input is one line on stderr and code 2."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = import_module(f"longspec.cli.{arguments.command}").run(arguments)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader left (`| head`): not an error, and nothing more can be said on stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, MemoryError) as error:
+        if arguments.debug or not _is_for_users(error):
+            raise
+        print(f"longspec: error: {_one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def _is_for_users(error: BaseException) -> bool:
+    """A plain ValueError is a bug of ours and keeps its traceback; the rest the user can act on."""
+    from longspec.errors import UserError
+
+    return isinstance(error, (UserError, OSError, MemoryError))
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text or f"{type(error).__name__} (run again with --debug for the details)"
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser = argparse.ArgumentParser(
+        prog="longspec", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"longspec {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in _COMMANDS.items():
+        module = import_module(f"longspec.cli.{name}")
+        command = commands.add_parser(
+            name,
+            parents=[common],
+            help=summary,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

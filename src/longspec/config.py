@@ -1,0 +1,189 @@
+"""The shape of a model, read once from its Hugging Face config and never changed afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from longspec.errors import UserError
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: the base frequency and how it is stretched to longer contexts."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_length: int = 0
+    """Context the model was trained on before stretching (llama3 and yarn)."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """What yarn multiplies cos and sin by; derived from `factor` where the config is silent."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything the `Transformer` needs to know; a model family is a few of these flags."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_length: int
+    rms_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    tied_head: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"num_attention_heads {self.num_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_kv_heads}"
+            )
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "head_dim",
+            "max_length",
+        ):
+            if getattr(self, name) < 1:
+                raise UserError(f"the model config has {name} = {getattr(self, name)}; it must be positive")
+        if self.head_dim % 2:
+            raise UserError(f"head_dim {self.head_dim} is odd; rotary embedding needs an even one")
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights in the model, a tied head counted once."""
+        attention = self.head_dim * (self.num_heads + self.num_kv_heads)
+        layer = 2 * self.hidden_size * attention + 3 * self.hidden_size * self.intermediate_size
+        layer += 2 * self.hidden_size
+        layer += self.head_dim * (self.num_heads + 2 * self.num_kv_heads) * self.qkv_bias
+        layer += self.hidden_size * self.output_bias + 2 * self.head_dim * self.qk_norm
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_head else 2)
+        return self.num_layers * layer + embeddings + self.hidden_size
+
+    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
+        """Cache bytes that one token of context takes over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+
+    @classmethod
+    def from_hf(cls, config: Any) -> ModelConfig:
+        """Read a `transformers` config object, or the dict of a `config.json`; old and new spellings."""
+        raw: dict[str, Any] = dict(config if isinstance(config, Mapping) else config.to_dict())
+        family = raw.get("model_type")
+        if family not in FAMILIES:
+            raise UserError(
+                f"model_type {family!r} is not supported; the supported ones are {_list(FAMILIES)}"
+            )
+        _refuse_unsupported(raw)
+        heads = _number(raw, "num_attention_heads")
+        hidden = _number(raw, "hidden_size")
+        max_length = _number(raw, "max_position_embeddings")
+        bias = bool(raw.get("attention_bias", False))
+        return cls(
+            family=family,
+            vocab_size=_number(raw, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=_number(raw, "intermediate_size"),
+            num_layers=_number(raw, "num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or (128 if family == "qwen3" else hidden // heads),
+            max_length=max_length,
+            rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope=_rope_from_hf(raw, max_length),
+            qkv_bias=family == "qwen2" or bias,
+            output_bias=family != "qwen2" and bias,
+            qk_norm=family == "qwen3",
+            tied_head=bool(raw.get("tie_word_embeddings", False)),
+        )
+
+
+def _refuse_unsupported(raw: dict[str, Any]) -> None:
+    """Name what we would otherwise run wrongly."""
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise UserError(f"hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is")
+    if raw.get("mlp_bias"):
+        raise UserError("mlp_bias = true is not supported")
+    layers = raw.get("layer_types")
+    windowed = "sliding_attention" in layers if layers else _uses_window(raw)
+    if windowed:
+        raise UserError(
+            f"sliding-window attention (sliding_window = {raw.get('sliding_window')}) is not supported; "
+            "if the model also runs without it, set use_sliding_window = false in its config.json"
+        )
+    partial = (raw.get("rope_parameters") or raw).get("partial_rotary_factor", 1.0)
+    if partial not in (None, 1.0):
+        raise UserError(f"partial_rotary_factor {partial} is not supported; only 1.0 is")
+    if raw.get("quantization_config"):
+        method = dict(raw["quantization_config"]).get("quant_method", "unknown")
+        raise UserError(
+            f"weights quantised with {method!r} are not supported; use the original weights or a GGUF"
+        )
+
+
+def _uses_window(raw: dict[str, Any]) -> bool:
+    return bool(
+        raw.get("use_sliding_window")
+        and raw.get("sliding_window")
+        and raw.get("max_window_layers", 0) < raw.get("num_hidden_layers", 0)
+    )
+
+
+def _rope_from_hf(raw: dict[str, Any], max_length: int) -> RopeConfig:
+    values: dict[str, Any] = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    kind = values.get("rope_type") or values.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise UserError(f"rope scaling {kind!r} is not supported; the supported ones are {_list(ROPE_KINDS)}")
+    theta = float(values.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if values.get("factor") is None:
+        raise UserError(f"rope scaling {kind!r} needs a 'factor', and the config has none")
+    known = {
+        name: values[name]
+        for name in (
+            *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+            *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
+        )
+        if values.get(name) is not None
+    }
+    original = values.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=float(values["factor"]),
+        original_length=int(original or max_length),
+        **known,
+    )
+
+
+def _number(raw: dict[str, Any], name: str) -> int:
+    value = raw.get(name)
+    if not isinstance(value, int):
+        raise UserError(f"the model config has {name} = {value!r}; a whole number is needed")
+    return value
+
+
+def _list(names: tuple[str, ...]) -> str:
+    return ", ".join(names)

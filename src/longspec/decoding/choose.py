@@ -1,0 +1,155 @@
+"""Choosing the next token: a pure function of the logits, the settings, the seed and the position.
+
+Sampling is Gumbel-max. The noise of a token is a hash of (seed, position, token id), so the choice at a
+position is settled before decoding begins: whoever asks, in whatever batch, after whatever was drafted,
+gets the same token. That is what makes every decoding method emit the same text for the same seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspec.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. The default is greedy.
+
+    Applied in this order, as in `transformers`: repetition penalty, temperature, top-k, top-p, min-p.
+    """
+
+    temperature: float = 0.0
+    """0 is greedy: the most probable token, whatever the other filters say."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the fewest tokens whose probabilities add up to this; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep the tokens at least this fraction as probable as the best one; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that occurred before (prompt included) become less probable."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not math.isfinite(getattr(self, field.name)):
+                raise UserError(f"{field.name} is {getattr(self, field.name)}; a finite number is needed")
+        if self.temperature < 0:
+            raise UserError(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
+        if self.top_k < 0 or self.top_k != int(self.top_k):
+            raise UserError(f"top_k is {self.top_k}; it must be a whole number, 0 (off) or above")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off)")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p is {self.min_p}; it must be between 0 (off) and 1")
+        if self.repetition_penalty <= 0:
+            raise UserError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1 is off)")
+
+    @classmethod
+    def from_generation_config(cls, values: Mapping[str, Any]) -> Sampling:
+        """The settings of a Hugging Face generation config: greedy unless it asks to sample."""
+        names = [field.name for field in fields(cls)] if values.get("do_sample") else ["repetition_penalty"]
+        given = {name: values[name] for name in names if values.get(name) is not None}
+        return cls(**({"temperature": 1.0} if values.get("do_sample") else {}) | given)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the choice is the most probable token."""
+        return self.temperature == 0
+
+
+def choose(
+    logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor, seen: Tensor | None = None
+) -> Tensor:
+    """The token of each row, int64 [R].
+
+    logits [R, V] are the target's scores, fp32. seeds and positions, int64 [R], are the row's seed and the
+    place in the text of the token to choose. seen, bool [R, V], marks the tokens that occurred before it;
+    it is needed for the repetition penalty alone.
+    """
+    scores = filtered(logits, sampling, seen)
+    if sampling.greedy:
+        return scores.argmax(-1)
+    return (scores.double() + gumbel(seeds, positions, logits.shape[-1])).argmax(-1)
+
+
+def filtered(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+    """The scores whose softmax is the distribution to sample from; tokens filtered out are at -inf."""
+    scores = logits
+    if sampling.repetition_penalty != 1:
+        assert seen is not None, "the repetition penalty needs the tokens seen so far"
+        penalty = sampling.repetition_penalty
+        scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+    if sampling.greedy:
+        return scores
+    scores = scores / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        least = scores.topk(int(sampling.top_k), -1).values[..., -1:]
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    if sampling.top_p < 1:
+        scores = _keep_top_p(scores, sampling.top_p)
+    if sampling.min_p > 0:
+        least = scores.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    return scores
+
+
+def _keep_top_p(scores: Tensor, top_p: float) -> Tensor:
+    """Keep the tokens above the largest threshold that leaves a total probability of top_p.
+
+    Positive floats are ordered as their bit patterns are, so bisecting those finds the threshold exactly, in
+    30 sums (no probability has a higher bit): faster than a sort of the vocabulary, and the host is not asked.
+    """
+    probabilities = scores.softmax(-1)
+    patterns = probabilities.view(torch.int32)
+    enough = torch.zeros_like(patterns[..., :1])
+    for bit in reversed(range(30)):
+        candidate = enough | (1 << bit)
+        kept = torch.where(patterns >= candidate, probabilities, 0.0).sum(-1, keepdim=True)
+        enough = torch.where(kept >= top_p, candidate, enough)
+    return scores.masked_fill(patterns < enough, -torch.inf)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+    """Gumbel noise [R, V] in fp64 for every token id at (seed, position), each int64 [R].
+
+    The largest noise decides who wins, and it comes from the uniform's smallest values: 52 bits behind the
+    point, and log1p, keep those apart even among the tails of a large vocabulary.
+    """
+    tokens = torch.arange(num_tokens, device=seeds.device)
+    bits = hash_bits(seeds[:, None], positions[:, None], tokens)
+    uniform = ((bits >> 12) & (2**52 - 1)).double().add_(0.5).mul_(2.0**-52)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def hash_bits(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """64 well-mixed bits for each (seed, position, token), broadcast; integers only, so alike everywhere."""
+    key = _mix(_mix(seeds + _GOLDEN) ^ (positions * _GOLDEN))
+    return _mix(key + tokens * _GOLDEN)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 on int64, whose products wrap around."""
+    x = (x ^ _shift(x, 30)) * _FIRST
+    x = (x ^ _shift(x, 27)) * _SECOND
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """A logical shift to the right; torch's is arithmetic."""
+    return (x >> by) & ((1 << (64 - by)) - 1)

@@ -1,0 +1,95 @@
+"""Fill a `Transformer` with the weights of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from longspec.config import ModelConfig
+from longspec.errors import UserError
+from longspec.models.layers import pack_linears
+from longspec.models.target import Transformer
+
+Reader = Callable[[str], Tensor]
+"""Gives one tensor by its name in the checkpoint."""
+
+
+def weight_sources(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Our parameter names, each with the checkpoint's names whose rows it joins."""
+    yield "embedding", ("model.embed_tokens.weight",)
+    for layer in range(config.num_layers):
+        ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
+        yield ours + "attention_norm.weight", (theirs + "input_layernorm.weight",)
+        yield ours + "ffn_norm.weight", (theirs + "post_attention_layernorm.weight",)
+        projections = tuple(f"{theirs}self_attn.{name}_proj." for name in "qkv")
+        yield ours + "attention.qkv.weight", tuple(name + "weight" for name in projections)
+        if config.qkv_bias:
+            yield ours + "attention.qkv.bias", tuple(name + "bias" for name in projections)
+        yield ours + "attention.output.weight", (theirs + "self_attn.o_proj.weight",)
+        if config.output_bias:
+            yield ours + "attention.output.bias", (theirs + "self_attn.o_proj.bias",)
+        if config.qk_norm:
+            yield ours + "attention.q_norm.weight", (theirs + "self_attn.q_norm.weight",)
+            yield ours + "attention.k_norm.weight", (theirs + "self_attn.k_norm.weight",)
+        gate_up = (theirs + "mlp.gate_proj.weight", theirs + "mlp.up_proj.weight")
+        yield ours + "ffn.gate_up.weight", gate_up
+        yield ours + "ffn.down.weight", (theirs + "mlp.down_proj.weight",)
+    yield "norm.weight", ("model.norm.weight",)
+    if not config.tied_head:
+        yield "head.weight", ("lm_head.weight",)
+
+
+def load_target(
+    config: ModelConfig,
+    read: Reader,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
+) -> Transformer:
+    """Build a frozen target from the tensors that `read` gives, ready for inference.
+
+    On a CPU each layer's matrices are packed as soon as they are read, so that peak memory stays near
+    the size of the model.
+    """
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.requires_grad_(False).eval()
+    model.rope.to_empty(device=device)
+    waiting: dict[str, int] = {}
+    for name, _ in weight_sources(config):
+        waiting[_block_of(name)] = waiting.get(_block_of(name), 0) + 1
+    for name, sources in weight_sources(config):
+        parameter = model.get_parameter(name)
+        tensor = _join(name, sources, read, parameter.shape).to(device=device, dtype=dtype)
+        _replace(model, name, nn.Parameter(tensor, requires_grad=False))
+        on_progress(tensor.numel() * tensor.element_size())
+        block = _block_of(name)
+        waiting[block] -= 1
+        if block and not waiting[block]:
+            pack_linears(model.get_submodule(block))
+    if config.tied_head:
+        model.head.weight = model.embedding
+    pack_linears(model)
+    return model
+
+
+def _join(name: str, sources: tuple[str, ...], read: Reader, shape: torch.Size) -> Tensor:
+    parts = [read(source) for source in sources]
+    tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if tensor.shape != shape:
+        raise UserError(
+            f"weight {sources[0]!r} gives shape {tuple(tensor.shape)} where the config asks for "
+            f"{tuple(shape)} ({name}); config.json and the weights do not belong together"
+        )
+    return tensor
+
+
+def _block_of(name: str) -> str:
+    return ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
+
+
+def _replace(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, parameter)

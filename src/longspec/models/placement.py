@@ -1,0 +1,121 @@
+"""Where a target goes, what it takes there and what the device has: settled before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from longspec.config import ModelConfig
+from longspec.errors import UserError
+
+# Interpreter, libraries, activations of a prefill chunk and the logits.
+OVERHEAD = 700 * 2**20
+LEAST_CONTEXT = 512
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(name: str) -> torch.device:
+    """The torch device called `name`; "auto" is a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:0") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:0")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The torch type called `name`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise UserError(f"dtype {name!r} is unknown; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that a target needs on a device, and those that are free there."""
+
+    weights: int
+    kv_per_token: int
+    free: int
+
+    @property
+    def context_that_fits(self) -> int:
+        """Tokens of one row's context that fit beside the weights; 0 when not even those do."""
+        return max(0, (self.free - self.weights - OVERHEAD) // self.kv_per_token)
+
+
+def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
+    """Work out what the target takes in `dtype` and what is free on `device`."""
+    weights = config.num_parameters * dtype.itemsize
+    if device.type == "cpu" and config.tied_head:
+        # A packed head cannot be the embedding too.
+        weights += config.vocab_size * config.hidden_size * dtype.itemsize
+    return MemoryPlan(weights, config.kv_bytes_per_token(dtype.itemsize), free_memory(device))
+
+
+def check_fits(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
+    """Refuse a target that does not fit, saying what would."""
+    plan = plan_memory(config, dtype, device)
+    if plan.context_that_fits >= min(LEAST_CONTEXT, config.max_length):
+        return plan
+    kind = str(dtype).removeprefix("torch.")
+    half = plan.weights * 2 // dtype.itemsize
+    hint = f"a smaller target, or a device with {gigabytes(plan.weights + OVERHEAD)} free"
+    if dtype.itemsize == 4 and half + OVERHEAD < plan.free:
+        hint = f"--dtype bfloat16 ({gigabytes(half)})"
+    raise UserError(
+        f"{name} does not fit on {device}: its weights take {gigabytes(plan.weights)} in {kind} and each "
+        f"token of context {plan.kv_per_token / 1024:.0f} KiB, but {gigabytes(plan.free)} are free; "
+        f"what would fit: {hint}"
+    )
+
+
+def gigabytes(num_bytes: float) -> str:
+    """A size for people."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be had on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = _meminfo("MemAvailable")
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    if limit is not None and used is not None:
+        free = min(free, limit - used + (_cgroup_inactive_files() or 0))
+    return free
+
+
+def _meminfo(field: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise AssertionError(f"/proc/meminfo has no {field}")
+
+
+def _cgroup(name: str) -> int | None:
+    """A limit that a container sets; None where there is none."""
+    try:
+        return int(Path("/sys/fs/cgroup", name).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _cgroup_inactive_files() -> int | None:
+    """File pages counted as used that the kernel gives up when asked for memory."""
+    try:
+        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), None)

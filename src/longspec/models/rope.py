@@ -1,0 +1,99 @@
+"""Rotary position embedding, with the stretched variants that long-context models use."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from longspec.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Angle per position for each of the head_dim / 2 rotated pairs, fp32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    if rope.kind == "yarn":
+        return _yarn(rope, plain, head_dim)
+    return plain
+
+
+def amplitude(rope: RopeConfig) -> float:
+    """What cos and sin are multiplied by: 1 except for yarn, which sharpens attention a little."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)
+
+
+def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
+    """Slow pairs are stretched by `factor`, fast ones kept, those between blended."""
+    turns = rope.original_length * plain / (2 * math.pi)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * plain + (1 - keep) * plain / rope.factor
+
+
+def _yarn(rope: RopeConfig, plain: Tensor, head_dim: int) -> Tensor:
+    """As llama3, but the blend is linear in the pair's index instead of in its frequency."""
+
+    def pair_with(turns: float) -> float:
+        wave = rope.original_length / (turns * 2 * math.pi)
+        return head_dim * math.log(wave) / (2 * math.log(rope.theta))
+
+    first, last = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001
+    index = torch.arange(head_dim // 2, dtype=torch.float32)
+    stretch = ((index - first) / (last - first)).clamp(0, 1)
+    return (1 - stretch) * plain + stretch * plain / rope.factor
+
+
+class RopeTable(nn.Module):
+    """cos and sin for positions 0..capacity-1, in fp32 and laid out for `rotate`."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+        super().__init__()
+        self._rope, self._head_dim = rope, head_dim
+        self.register_buffer("cos", torch.empty(0, head_dim), persistent=False)
+        self.register_buffer("sin", torch.empty(0, head_dim), persistent=False)
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for positions below `capacity`; a no-op when it is there already."""
+        if self.cos.shape[0] >= capacity:
+            return
+        device = self.cos.device
+        frequencies = inverse_frequencies(self._rope, self._head_dim)
+        angles = torch.outer(torch.arange(capacity, dtype=torch.float32), frequencies)
+        cos, sin = angles.cos() * amplitude(self._rope), angles.sin() * amplitude(self._rope)
+        self.cos = torch.cat((cos, cos), -1).to(device)
+        # The sign of the rotation is kept in the table, so that `rotate` is three operations.
+        self.sin = torch.cat((-sin, sin), -1).to(device)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of the tables for `positions` [B, T], as [B, T, 1, D]."""
+        return self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the heads x [B, T, heads, D]; computed in fp32, returned in x's type."""
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)

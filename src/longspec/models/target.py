@@ -1,0 +1,66 @@
+"""The target: Llama, Qwen2 and Qwen3 as one module over a KV cache."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longspec.attention import Attention, choose_backend
+from longspec.cache import KVCache
+from longspec.config import ModelConfig
+from longspec.models.layers import Block, ForwardPass, Linear, RMSNorm
+from longspec.models.rope import RopeTable
+
+
+class Transformer(nn.Module):
+    """A decoder-only model. New tokens are given with the cache that holds their prefix."""
+
+    def __init__(self, config: ModelConfig, attention: Attention | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.attention = attention or choose_backend()
+        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.head = Linear(config.hidden_size, config.vocab_size)
+        if config.tied_head:
+            self.head.weight = self.embedding
+        self.rope = RopeTable(config.rope, config.head_dim)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights and of the cache."""
+        return self.embedding.dtype
+
+    def new_cache(self, num_rows: int, capacity: int) -> KVCache:
+        """An empty cache for this model, on its device and in its type."""
+        return KVCache.empty(self.config, num_rows, capacity, self.device, self.dtype)
+
+    def forward(self, tokens: Tensor, cache: KVCache, tree: Tensor | None = None) -> Tensor:
+        """Hidden states [B, T, E], after the last norm, of T new tokens [B, T] per row.
+
+        The tokens follow each row's prefix: as a chain, or, where `tree` is given, as nodes of which
+        `tree` [T, T] or [B, T, T] says which other nodes each one sees (itself and its ancestors), so
+        that a node's depth is the number of nodes it sees less one. Their keys and values are written
+        past the prefix; the prefix itself is not moved: that is for the cache's verbs.
+        """
+        T = tokens.shape[1]
+        depths = torch.arange(T, device=tokens.device) if tree is None else tree.sum(-1) - 1
+        positions = cache.lengths[:, None] + depths
+        self.rope.reserve(cache.capacity)
+        plan = self.attention.plan(cache.lengths, T, tree)
+        run = ForwardPass(cache, cache.slots(T), self.rope(positions), self.attention, plan)
+        x = F.embedding(tokens, self.embedding)
+        for block in self.blocks:
+            x = block(x, run)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores over the vocabulary in fp32, of hidden states that `forward` returned."""
+        return self.head(hidden).float()

@@ -1,0 +1,193 @@
+"""One request, from prompts and options to answers."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+from longspec.decoding.choose import Sampling
+from longspec.decoding.loop import DecodeState, Method, decode, start
+from longspec.decoding.reuse import PrefixStore
+from longspec.decoding.row import Row
+from longspec.decoding.vanilla import Vanilla
+from longspec.errors import UserError
+from longspec.generation import Generation
+from longspec.models.target import Transformer
+from longspec.prompts import Prompt, PromptEncoder
+from longspec.text import TextStream
+
+DEFAULT_MAX_NEW_TOKENS = 512
+METHODS = ("vanilla",)
+
+
+class Options(TypedDict, total=False):
+    """What `generate` and `stream` take beside the prompt; what is left out follows the model's config."""
+
+    max_new_tokens: int | None
+    """None: as many as fit, at most 512."""
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | Sequence[int] | None
+    """One per row, or one from which row i gets `seed + i`; None draws one, and the result tells it."""
+    stop: str | Sequence[str]
+    """Strings that end an answer; they are not part of it."""
+    method: str
+    raw: bool
+    """Whether texts skip the chat template."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a loaded model brings to a request."""
+
+    name: str
+    target: Transformer
+    encoder: PromptEncoder
+    defaults: Sampling
+    eos_ids: frozenset[int]
+    max_length: int
+    store: PrefixStore
+
+
+class Request:
+    """Runs turn by turn; `close` gives the cache back, finished or not."""
+
+    def __init__(self, engine: Engine, prompts: Sequence[Prompt], options: Options) -> None:
+        unknown = next((name for name in options if name not in Options.__annotations__), None)
+        if unknown is not None:
+            raise UserError(f"option {unknown!r} is unknown; there are: {', '.join(Options.__annotations__)}")
+        if not prompts:
+            raise UserError("there are no prompts; give at least one")
+        self._engine = engine
+        self._method = _make_method(options.get("method", "vanilla"))
+        self._sampling = _sampling(engine.defaults, options)
+        stops = _stop_strings(options.get("stop", ()))
+        self.texts = [TextStream(engine.encoder.tokenizer, stops) for _ in prompts]
+        seeds = _seeds(options.get("seed"), len(prompts))
+        vocab_size = engine.target.config.vocab_size
+        self.rows = []
+        for prompt, seed, text in zip(prompts, seeds, self.texts, strict=True):
+            tokens = engine.encoder.encode(prompt, options.get("raw", False), vocab_size)
+            room = _room(engine.max_length, len(tokens), options.get("max_new_tokens"))
+            self.rows.append(Row(tokens, seed, room, engine.eos_ids, text.push_and_check))
+        self._state: DecodeState | None = None
+        self._seconds = self._prefill_seconds = 0.0
+        self._num_prefilled = 0
+
+    def turns(self) -> Iterator[None]:
+        """Run to the end, one turn (the prefill, then each round) at a time."""
+        started = time.perf_counter()
+        engine, slack = self._engine, self._method.num_nodes
+        needed = max(len(row.prompt) + row.max_new_tokens for row in self.rows) + slack
+        prompts = [row.prompt for row in self.rows]
+        cache = engine.store.take(engine.target, prompts, needed, engine.max_length + slack)
+        state = self._state = start(engine.target, cache, self.rows, self._sampling)
+        for _ in decode(state, self._method):
+            self._seconds = time.perf_counter() - started
+            self._prefill_seconds = state.prefill_seconds
+            self._num_prefilled = state.num_prefilled
+            for row, text in zip(self.rows, self.texts, strict=True):
+                if row.finished:
+                    text.finish()
+            yield
+
+    def close(self) -> None:
+        """Give the cache back for the next request; safe to call twice."""
+        if self._state is not None:
+            self._engine.store.put_back(self._state.cache, self.rows)
+            self._state = None
+        for text in self.texts:
+            text.finish()
+
+    def results(self) -> list[Generation]:
+        """What each row has said so far."""
+        return [self._result(row, text) for row, text in zip(self.rows, self.texts, strict=True)]
+
+    def _result(self, row: Row, text: TextStream) -> Generation:
+        target = self._engine.target
+        return Generation(
+            text=text.text,
+            token_ids=list(row.tokens),
+            finish_reason=row.finish_reason or "closed",
+            seed=row.seed,
+            prompt_tokens=len(row.prompt),
+            prefilled_tokens=self._num_prefilled,
+            rounds=row.num_rounds,
+            tau=row.tau,
+            accepted_by_depth=list(row.accepted_by_depth),
+            seconds=self._seconds,
+            prefill_seconds=self._prefill_seconds,
+            method=self._method.name,
+            tree_shape=None,
+            target=self._engine.name,
+            draft=None,
+            device=str(target.device),
+            dtype=str(target.dtype).removeprefix("torch."),
+        )
+
+
+def check_method(name: str) -> None:
+    """Refuse a method that does not exist."""
+    if name not in METHODS:
+        raise UserError(f"method {name!r} is unknown; there are: {', '.join(METHODS)}")
+
+
+def _make_method(name: str) -> Method:
+    check_method(name)
+    return Vanilla()
+
+
+def _sampling(defaults: Sampling, options: Options) -> Sampling:
+    values: dict[str, Any] = {
+        field.name: options.get(field.name)
+        for field in fields(Sampling)
+        if options.get(field.name) is not None
+    }
+    return Sampling(**(vars(defaults) | values))
+
+
+def _room(max_length: int, num_prompt: int, wanted: int | None) -> int:
+    """How many tokens a row may add."""
+    room = max_length - num_prompt
+    if room < 1:
+        raise UserError(
+            f"the prompt has {num_prompt} tokens, but the context holds {max_length} including the answer; "
+            f"shorten it to at most {max_length - 1} tokens"
+        )
+    if wanted is None:
+        return min(room, DEFAULT_MAX_NEW_TOKENS)
+    if wanted < 1:
+        raise UserError(f"max_new_tokens is {wanted}; it must be at least 1")
+    if wanted > room:
+        raise UserError(
+            f"max_new_tokens {wanted} does not fit: the context holds {max_length} tokens and the prompt "
+            f"takes {num_prompt}, so at most {room} new tokens fit"
+        )
+    return wanted
+
+
+def _seeds(seed: int | Sequence[int] | None, num_rows: int) -> list[int]:
+    if seed is None:
+        seed = secrets.randbits(31)
+    seeds = [seed + row for row in range(num_rows)] if isinstance(seed, int) else list(seed)
+    if len(seeds) != num_rows:
+        raise UserError(
+            f"{len(seeds)} seeds for {num_rows} prompts; give one each, or a single one"
+        )
+    wrong = next((one for one in seeds if not 0 <= one < 2**63), None)
+    if wrong is not None:
+        raise UserError(f"seed {wrong} must lie between 0 and 2**63 - 1")
+    return seeds
+
+
+def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(strings):
+        raise UserError("a stop string is empty; it would stop every answer at once")
+    return strings

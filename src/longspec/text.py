@@ -1,0 +1,85 @@
+"""Tokens to text as they come: whole characters only, and stop strings found across token borders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A UTF-8 character has at most 4 bytes, so more tokens than this without one are not UTF-8 at all.
+_MOST_TOKENS_PER_CHARACTER = 8
+
+
+class TextStream:
+    """Turns one row's tokens into pieces of text that never split a character.
+
+    Text that may turn out to be the beginning of a stop string is held back until that is settled; a stop
+    string itself, and what follows it, is never given out.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._tokens: list[int] = []
+        self._settled = 0
+        """Tokens before this one are given out or held as text, and are only context for the decoder."""
+        self._context = 0
+        self._held = ""
+        self.text = ""
+        """All that `push` and `finish` have given out."""
+        self.stopped = False
+        """Whether a stop string has come."""
+
+    def push(self, token: int) -> str:
+        """Take the next token; returns the text that is now certain, often none."""
+        if self.stopped:
+            return ""
+        self._tokens.append(token)
+        return self._give(self._new_text(final=False), final=False)
+
+    def push_and_check(self, token: int) -> bool:
+        """Take the next token; returns whether a stop string is complete."""
+        self.push(token)
+        return self.stopped
+
+    def finish(self) -> str:
+        """The rest, when no more tokens come."""
+        return "" if self.stopped else self._give(self._new_text(final=True), final=True)
+
+    def _new_text(self, final: bool) -> str:
+        """Text of the tokens not yet settled, or none while they end inside a character."""
+        # The last settled tokens are decoded along: some tokenizers write a space by looking back.
+        before = self._decode(self._tokens[self._context : self._settled])
+        after = self._decode(self._tokens[self._context :])
+        waiting = len(self._tokens) - self._settled
+        incomplete = after.endswith(_REPLACEMENT) and waiting < _MOST_TOKENS_PER_CHARACTER
+        if (incomplete and not final) or len(after) < len(before):
+            return ""
+        self._context, self._settled = self._settled, len(self._tokens)
+        return after[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _give(self, new: str, final: bool) -> str:
+        self._held += new
+        found = [place for place in map(self._held.find, self._stop) if place >= 0]
+        if found:
+            self.stopped = True
+            given, self._held = self._held[: min(found)], ""
+        else:
+            keep = 0 if final else self._undecided()
+            cut = len(self._held) - keep
+            given, self._held = self._held[:cut], self._held[cut:]
+        self.text += given
+        return given
+
+    def _undecided(self) -> int:
+        """How much of the held text's end could still become a stop string."""
+        longest = 0
+        for stop in self._stop:
+            for size in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest

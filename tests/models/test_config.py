@@ -1,0 +1,71 @@
+"""What a config says, in old and new spelling, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, Qwen2Config
+
+from longspec.config import ModelConfig, RopeConfig
+from longspec.errors import UserError
+
+RAW: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+
+
+def test_old_and_new_spellings_agree() -> None:
+    old = ModelConfig.from_hf(RAW | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    new = ModelConfig.from_hf(
+        RAW | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
+    )
+    assert old == new
+    assert new.rope == RopeConfig(theta=5e5, kind="linear", factor=2.0, original_length=4096)
+    through_transformers = LlamaConfig(**RAW, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
+    assert ModelConfig.from_hf(through_transformers) == new
+
+
+def test_missing_kv_heads_and_head_dim_follow_the_heads() -> None:
+    raw = {name: value for name, value in RAW.items() if name != "num_key_value_heads"}
+    config = ModelConfig.from_hf(raw)
+    assert (config.num_kv_heads, config.head_dim) == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "mamba"}, "'mamba'"),
+        ({"model_type": None}, "None"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
+        ({"rope_scaling": {"type": "yarn"}}, "factor"),
+        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"partial_rotary_factor": 0.5}, "0.5"),
+        ({"num_attention_heads": 3}, "3 is not a multiple"),
+        ({"vocab_size": "many"}, "'many'"),
+        ({"num_hidden_layers": 0}, "num_layers = 0"),
+        ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 77}, "77"),
+    ],
+)
+def test_what_would_run_wrongly_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        ModelConfig.from_hf(RAW | change)
+
+
+def test_a_sliding_window_counts_only_when_used() -> None:
+    raw = RAW | {"model_type": "qwen2", "sliding_window": 128, "max_window_layers": 1}
+    assert ModelConfig.from_hf(raw | {"use_sliding_window": False}).qkv_bias
+    with pytest.raises(UserError, match="128"):
+        ModelConfig.from_hf(raw | {"use_sliding_window": True})
+    with pytest.raises(UserError, match="128"):
+        ModelConfig.from_hf(Qwen2Config(**raw | {"use_sliding_window": True}))

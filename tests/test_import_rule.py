@@ -1,0 +1,64 @@
+"""The layout's promise: imports point one way, and the command line starts without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import longspec
+
+ROOT = Path(longspec.__file__).parent
+# A module may import from its own level and from those before it.
+LEVELS: list[set[str]] = [
+    {"errors", "__init__"},
+    {"config", "generation", "text", "prompts", "hub"},
+    {"kernels"},
+    {"attention", "cache"},
+    {"models"},
+    {"decoding"},
+    {"request"},
+    {"api"},
+    {"bench"},
+    {"cli"},
+]
+
+
+def level(part: str) -> int:
+    return next(index for index, names in enumerate(LEVELS) if part in names)
+
+
+def imports(path: Path) -> set[str]:
+    """The parts of longspec that a file imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "longspec":
+            parts = node.module.split(".")[1:2]
+            found |= set(parts) or {alias.name for alias in node.names if (ROOT / alias.name).exists()}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("longspec.")}
+    return found
+
+
+def test_imports_point_one_way() -> None:
+    wrong = []
+    for path in ROOT.rglob("*.py"):
+        own = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if own == "__init__":
+            continue  # the package's face imports lazily
+        for other in imports(path):
+            if own != other and level(other) >= level(own):
+                wrong.append(f"{path.relative_to(ROOT)} imports longspec.{other}")
+    assert not wrong
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, longspec.cli.main as m\n"
+        "try: m.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print([n for n in ('torch', 'transformers', 'numpy', 'rich') if n in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip().splitlines()[-1] == "[]"

@@ -85,9 +85,7 @@ def build_at_once(folder: Path, barrier: Barrier) -> None:
 def test_two_processes_at_once_both_end_up_right(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(2)
-    processes = [
-        context.Process(target=build_at_once, args=(tmp_path / "model", barrier)) for _ in range(2)
-    ]
+    processes = [context.Process(target=build_at_once, args=(tmp_path / "model", barrier)) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:

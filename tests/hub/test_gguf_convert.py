@@ -56,8 +56,10 @@ def test_same_model_as_transformers_reads_from_the_file(
     # from_pretrained(gguf_file=...) does this too, but only with accelerate installed.
     config = AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf")
     config.head_dim = HEAD_DIM  # transformers leaves Qwen3's at its default
-    theirs = AutoModelForCausalLM.from_config(config)
-    state = load_gguf_checkpoint(str(tmp_path / "m.gguf"), return_tensors=True, model_to_load=theirs)["tensors"]
+    make_model: Any = AutoModelForCausalLM.from_config
+    theirs = make_model(config)
+    load: Any = load_gguf_checkpoint
+    state = load(str(tmp_path / "m.gguf"), return_tensors=True, model_to_load=theirs)["tensors"]
     missing, unexpected = theirs.load_state_dict(state, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"] if tied else [], [])
     theirs.tie_weights()
@@ -188,7 +190,12 @@ def test_conversion_is_cached_until_the_file_changes(tmp_path: Path) -> None:
     [
         ("gemma", "F32", None, "'gemma'"),
         ("llama", "TQ2_0", None, "TQ2_0"),
-        ("llama", "F32", lambda w: w.add_tensor("blk.0.ffn_gate_inp.weight", np.ones(8, np.float32)), "ffn_gate_inp"),
+        (
+            "llama",
+            "F32",
+            lambda w: w.add_tensor("blk.0.ffn_gate_inp.weight", np.ones(8, np.float32)),
+            "ffn_gate_inp",
+        ),
         ("llama", "F32", lambda w: w.add_expert_count(8), "expert_count"),
         ("llama", "F32", lambda w: w.add_sliding_window(128), "sliding_window"),
         ("llama", "F32", lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "longrope"),

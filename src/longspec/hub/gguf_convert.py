@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from longspec.errors import UserError
 from longspec.hub.cache import build_folder, cache_dir, require_space
 from longspec.hub.gguf_config import ROPE_FREQS, Metadata, Weight, hf_config, special_ids, weight_plan
-from longspec.hub.gguf_header import GGUFHeader, TensorInfo, damaged, read_header
+from longspec.hub.gguf_header import GGUFHeader, TensorInfo, damaged, read_header, shortened
 from longspec.hub.gguf_tokenizer import save_tokenizer
 from longspec.hub.progress import byte_bar
 
@@ -102,8 +102,8 @@ def _save_config(meta: Metadata, config: dict[str, Any], dtype: str, folder: Pat
         family(**config, **ids, dtype=dtype).save_pretrained(folder)
         GenerationConfig(**ids).save_pretrained(folder)  # type: ignore[no-untyped-call]
     except (ValueError, TypeError, KeyError) as error:  # the libraries' own checks of odd values
-        reason = str(error).splitlines() or [type(error).__name__]
-        raise UserError(f"{meta.header.path}: its metadata makes no model ({reason[0]})") from error
+        reason = shortened(str(error) or type(error).__name__)
+        raise UserError(f"{meta.header.path}: its metadata makes no model ({reason})") from error
 
 
 def _map(path: Path) -> "np.ndarray[Any, np.dtype[np.uint8]]":

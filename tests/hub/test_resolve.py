@@ -64,6 +64,10 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve(str(folder)).folder == folder
     monkeypatch.chdir(tmp_path)
     assert resolve("org/name").folder == Path("org/name")  # what exists goes before the hub
+    (tmp_path / DEFAULT_TARGET).mkdir()  # no model in it, so it does not hide the name
+    monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="offline"):
+        resolve(DEFAULT_TARGET, offline=True)
     (tmp_path / "weights.txt").write_text("")
     for bad in ("weights.txt", "missing.gguf", "./missing", "/missing/folder"):
         with pytest.raises(UserError, match=Path(bad).name):
@@ -71,7 +75,8 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("smolm2", "smollm2-135m"), ("", "known names"), ("zzz", "known names")]
+    ("name", "said"),
+    [("smolm2", "smollm2-135m"), ("", "known names"), ("zzz", "known names"), ("z" * 5000, "known names")],
 )
 def test_unknown_names(name: str, said: str) -> None:
     with pytest.raises(UserError, match=said):

@@ -183,8 +183,10 @@ class _Shards:
         try:
             save_file(self.waiting, self._part(len(self.files)), metadata={"format": "pt"})
         except SafetensorError as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"cannot write weights to {self.folder.parent}: {reason}") from error
+            raise UserError(
+                f"cannot write weights to {self.folder.parent} ({shortened(str(error))});"
+                " free some space or set LONGSPEC_CACHE to a folder with room"
+            ) from error
         shutil.copymode(
             self.folder / "config.json", self._part(len(self.files))
         )  # safetensors makes it private

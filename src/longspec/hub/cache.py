@@ -22,6 +22,7 @@ from typing import Any
 from longspec.errors import UserError
 
 MANIFEST = "longspec.json"
+FORMAT = 1  # raise it when a converter changes what it writes: older folders are then built anew
 _TEMPORARY = ".building-"
 
 
@@ -34,10 +35,11 @@ def cache_dir() -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether every file named by the folder's manifest is there with its size."""
+    """Whether the folder was finished in today's format and every file still has its size."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
+        sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
+        return bool(manifest["format"] == FORMAT and sizes == manifest["files"])
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return False
 
@@ -75,7 +77,7 @@ def require_space(folder: Path, num_bytes: int) -> None:
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-    text = json.dumps(manifest | {"files": files}, indent=2) + "\n"
+    text = json.dumps(manifest | {"format": FORMAT, "files": files}, indent=2) + "\n"
     (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 

@@ -57,10 +57,14 @@ def _cached(hub_id: str, revision: str | None) -> Path | None:
     import huggingface_hub as hub
 
     try:
-        folder = Path(hub.snapshot_download(hub_id, revision=revision, local_files_only=True))
+        # Asked for one file only: the hub would call a snapshot without the files left out incomplete.
+        found = hub.snapshot_download(
+            hub_id, revision=revision, local_files_only=True, allow_patterns=["config.json"]
+        )
     except Exception:
         # Not there, a name that cannot be one, a cache that cannot be read: all the same to the caller.
         return None
+    folder = Path(found)
     complete = (folder / "config.json").is_file() and _has_tokenizer(folder) and _has_weights(folder)
     return folder if complete else None
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspec.errors import UserError
-from longspec.hub.gguf_header import GGUFHeader
+from longspec.hub.gguf_header import GGUFHeader, shortened
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_FREQS = "rope_freqs.weight"
@@ -39,7 +39,7 @@ class Metadata:
 
     def refuse(self, what: str) -> UserError:
         """The error for something a GGUF may well have and this package does not run."""
-        return UserError(f"{self.header.path}: longspec does not support {what}")
+        return UserError(f"{self.header.path}: longspec does not support {shortened(what)}")
 
     def get(self, key: str) -> Any:
         """The raw value, with `{arch}.` put in front of keys that begin with a dot."""
@@ -74,7 +74,8 @@ class Metadata:
     def bad_value(self, key: str, value: Any) -> UserError:
         """The error for a value no model has."""
         name = self.arch + key if key.startswith(".") else key
-        return UserError(f"{self.header.path}: the GGUF key {name!r} has the bad value {value!r}")
+        what = "is missing" if value is None else f"has the bad value {shortened(repr(value))}"
+        return UserError(f"{self.header.path}: the GGUF key {name!r} {what}")
 
 
 def hf_config(meta: Metadata, rope_freqs: list[float] | None) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def hf_config(meta: Metadata, rope_freqs: list[float] | None) -> dict[str, Any]:
     head_dim = meta.integer(".attention.key_length", max(hidden // num_heads, 1), high=1 << 16)
     for key in (".attention.value_length", ".rope.dimension_count"):
         if meta.integer(key, head_dim) != head_dim:
-            raise meta.refuse(f"a {key.lstrip('.')} that differs from the head dimension {head_dim}")
+            raise meta.refuse(f"{key.lstrip('.')!r} other than the head dimension {head_dim}")
     if head_dim % 2:
         raise meta.bad_value(".attention.key_length", head_dim)
     embedding = meta.header.tensors.get("token_embd.weight")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from longspec.errors import UserError
 from longspec.hub.cache import build_folder, cache_dir, require_space
 from longspec.hub.gguf_config import ROPE_FREQS, Metadata, Weight, hf_config, special_ids, weight_plan
-from longspec.hub.gguf_header import GGUFHeader, TensorInfo, damaged, read_header
+from longspec.hub.gguf_header import GGUFHeader, TensorInfo, damaged, read_header, shortened
 from longspec.hub.gguf_tokenizer import save_tokenizer
 from longspec.hub.progress import byte_bar
 
@@ -102,8 +102,8 @@ def _save_config(meta: Metadata, config: dict[str, Any], dtype: str, folder: Pat
         family(**config, **ids, dtype=dtype).save_pretrained(folder)
         GenerationConfig(**ids).save_pretrained(folder)  # type: ignore[no-untyped-call]
     except (ValueError, TypeError, KeyError) as error:  # the libraries' own checks of odd values
-        reason = str(error).splitlines() or [type(error).__name__]
-        raise UserError(f"{meta.header.path}: its metadata makes no model ({reason[0]})") from error
+        reason = shortened(str(error) or type(error).__name__)
+        raise UserError(f"{meta.header.path}: its metadata makes no model ({reason})") from error
 
 
 def _map(path: Path) -> "np.ndarray[Any, np.dtype[np.uint8]]":
@@ -183,8 +183,10 @@ class _Shards:
         try:
             save_file(self.waiting, self._part(len(self.files)), metadata={"format": "pt"})
         except SafetensorError as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"cannot write weights to {self.folder.parent}: {reason}") from error
+            raise UserError(
+                f"cannot write weights to {self.folder.parent} ({shortened(str(error))});"
+                " free some space or set LONGSPEC_CACHE to a folder with room"
+            ) from error
         shutil.copymode(
             self.folder / "config.json", self._part(len(self.files))
         )  # safetensors makes it private

@@ -56,7 +56,13 @@ def read_header(path: Path) -> GGUFHeader:
 
 def damaged(path: Path, what: str) -> UserError:
     """The error for a GGUF that contradicts itself."""
-    return UserError(f"{path} is truncated or damaged: {what}; fetch the file again")
+    return UserError(f"{path} is truncated or damaged: {shortened(what)}; fetch the file again")
+
+
+def shortened(text: str) -> str:
+    """Text from a file that cannot be trusted, made fit for one line of a message."""
+    printable = "".join(char if char.isprintable() else "?" for char in text)
+    return printable if len(printable) <= 200 else printable[:200] + "..."
 
 
 class _Walker:
@@ -175,6 +181,6 @@ def _tensor_type(type_id: int) -> tuple[str, int, int]:
     try:
         kind = GGMLQuantizationType(type_id)
     except ValueError:
-        return f"unknown type {type_id}", 1, 0
+        return str(type_id), 1, 0
     block, block_bytes = GGML_QUANT_SIZES[kind]
     return kind.name, block, block_bytes

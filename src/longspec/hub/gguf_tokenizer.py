@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from longspec.errors import UserError
 from longspec.hub.gguf_config import Metadata
+from longspec.hub.gguf_header import shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -87,7 +88,7 @@ def _one_line_errors(path: Path) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, OSError):
         raise
     except BaseException as error:  # a panic in the Rust tokenizers is no Exception
-        reason = str(error).splitlines() or [type(error).__name__]
+        reason = shortened(str(error) or type(error).__name__)
         raise UserError(
-            f"{path}: its tokenizer cannot be read ({reason[0]}); the file may be damaged"
+            f"{path}: its tokenizer cannot be read ({reason}); the file may be damaged"
         ) from error

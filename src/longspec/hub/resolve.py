@@ -24,8 +24,8 @@ def resolve(
 
     `revision` applies to hub ids. Nothing the files contain is ever run as code.
     """
-    path = Path(target).expanduser()
-    if target and (path.exists() or _looks_like_path(target)):
+    path = Path(os.path.expanduser(target))
+    if _is_local(target, path):
         return TargetFiles(target, _local(path, progress), None)
     entry = MODELS.get(target)
     if entry is not None and entry.target is None:
@@ -52,14 +52,16 @@ def on_disk(entry: ModelEntry) -> bool:
     return downloaded(entry.target)
 
 
-def _looks_like_path(target: str) -> bool:
-    return (
-        target.endswith(".gguf") or target.startswith(("/", "./", "../", "~", ".")) or target.count("/") > 1
-    )
+def _is_local(target: str, path: Path) -> bool:
+    if target.endswith(".gguf") or target.startswith(("/", ".", "~")) or target.count("/") > 1:
+        return True
+    # A folder that merely shares a short name, without a model in it, does not hide that name.
+    found = path / "config.json" if target in MODELS else path
+    return target != "" and os.path.exists(found)
 
 
 def _local(path: Path, progress: bool) -> Path:
-    if not path.exists():
+    if not os.path.exists(path):
         raise UserError(f"there is no file or folder {path}")
     if path.is_dir():
         if not (path / "config.json").is_file():

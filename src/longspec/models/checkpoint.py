@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import pickle
+import warnings
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -187,7 +188,8 @@ class _PickleFile:
     def __init__(self, path: Path) -> None:
         try:
             mapped = zipfile.is_zipfile(path)  # files from before torch 1.6 are not, and cannot be mapped
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            with warnings.catch_warnings(action="ignore"):  # about odd pickles, which end in an error anyway
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         except pickle.UnpicklingError as error:
             raise UserError(f"{path} is damaged, or holds more than tensors and was not run") from error
         except Exception as error:

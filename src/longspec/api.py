@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from functools import partial
 from typing import Any, Unpack, cast, overload
 
 from longspec import hub
@@ -50,10 +51,12 @@ class LongSpec:
             raise UserError(f"draft {draft!r} cannot be used: this version decodes without drafts")
         place = pick_device(device)
         kind = pick_dtype(dtype, place)
-        files = hub.resolve(target, revision=revision, offline=offline, progress=progress)
+        find = partial(hub.resolve, target, revision=revision, offline=offline, progress=progress)
+        # The config alone comes first: what cannot fit is refused before its weights are fetched.
+        config = read_config(find(config_only=True).folder)
+        check_fits(target, config, kind, place)
+        files = find()
         entry, folder = files.entry, files.folder
-        config = read_config(folder)
-        check_fits(files.name, config, kind, place)
         encoder = PromptEncoder(folder, entry.chat_template if entry else None)
         ends = eos_ids(folder) | {encoder.tokenizer.eos_token_id, entry.eos_id if entry else None}
         limit = _pick_max_length(max_length, entry.context if entry else config.max_length)

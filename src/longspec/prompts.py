@@ -59,13 +59,9 @@ class PromptEncoder:
     def _chat(self, messages: list[dict[str, str]]) -> list[int]:
         for message in messages:
             if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-                raise UserError(
-                    f"a message needs texts 'role' and 'content'; this one is {message!r}"
-                )
+                raise UserError(f"a message needs texts 'role' and 'content'; this one is {message!r}")
         if not self.tokenizer.chat_template:
-            raise UserError(
-                "the target has no chat template for messages; give a plain text"
-            )
+            raise UserError("the target has no chat template for messages; give a plain text")
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise what they like, as a way to refuse a conversation

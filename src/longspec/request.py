@@ -177,9 +177,7 @@ def _seeds(seed: int | Sequence[int] | None, num_rows: int) -> list[int]:
         seed = secrets.randbits(31)
     seeds = [seed + row for row in range(num_rows)] if isinstance(seed, int) else list(seed)
     if len(seeds) != num_rows:
-        raise UserError(
-            f"{len(seeds)} seeds for {num_rows} prompts; give one each, or a single one"
-        )
+        raise UserError(f"{len(seeds)} seeds for {num_rows} prompts; give one each, or a single one")
     wrong = next((one for one in seeds if not 0 <= one < 2**63), None)
     if wrong is not None:
         raise UserError(f"seed {wrong} must lie between 0 and 2**63 - 1")

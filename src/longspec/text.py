@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A UTF-8 character has at most 4 bytes, so more tokens than this without one are not UTF-8 at all.
-_MOST_TOKENS_PER_CHARACTER = 8
+# So many replacement characters in a row are no unfinished character but bytes that are no text at all. Of
+# those the last few are still held back, for they may belong to a character that has only begun.
+_NOT_TEXT = 16
+_MOST_UNFINISHED = 3
 
 
 class TextStream:
@@ -21,9 +23,12 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._tokens: list[int] = []
-        self._settled = 0
-        """Tokens before this one are given out or held as text, and are only context for the decoder."""
         self._context = 0
+        """Where the window begins that is decoded at each token."""
+        self._settled = 0
+        """Tokens before this one are text already, and in the window only as context."""
+        self._given = 0
+        """Characters of the window that are text already."""
         self._held = ""
         self.text = ""
         """All that `push` and `finish` have given out."""
@@ -47,16 +52,19 @@ class TextStream:
         return "" if self.stopped else self._give(self._new_text(final=True), final=True)
 
     def _new_text(self, final: bool) -> str:
-        """Text of the tokens not yet settled, or none while they end inside a character."""
-        # The last settled tokens are decoded along: some tokenizers write a space by looking back.
-        before = self._decode(self._tokens[self._context : self._settled])
-        after = self._decode(self._tokens[self._context :])
-        waiting = len(self._tokens) - self._settled
-        incomplete = after.endswith(_REPLACEMENT) and waiting < _MOST_TOKENS_PER_CHARACTER
-        if (incomplete and not final) or len(after) < len(before):
-            return ""
-        self._context, self._settled = self._settled, len(self._tokens)
-        return after[len(before) :]
+        """Text that is new and certain: all but the replacement characters at the end, which may change."""
+        # The tokens before the window's are decoded along: some tokenizers write a space by looking back.
+        window = self._decode(self._tokens[self._context :])
+        unfinished = 0 if final else len(window) - len(window.rstrip(_REPLACEMENT))
+        if unfinished > _NOT_TEXT:
+            unfinished = _MOST_UNFINISHED
+        certain = window[: len(window) - unfinished]
+        new, self._given = certain[self._given :], max(self._given, len(certain))
+        if not unfinished:
+            last = self._tokens[self._settled :]
+            self._context, self._settled = self._settled, len(self._tokens)
+            self._given = len(self._decode(last))
+        return new
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

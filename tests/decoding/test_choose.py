@@ -27,8 +27,9 @@ UNLIKELY = 1e-4  # a correct sampler fails one such test in ten thousand; the se
 def draws(logits: torch.Tensor, sampling: Sampling, count: int, seed: int = 0) -> torch.Tensor:
     """`count` choices from the same logits [V], at `count` positions."""
     chosen = []
-    for start in range(0, count, 4096):
-        positions = torch.arange(start, min(start + 4096, count))
+    chunk = max(1, 2**20 // len(logits))
+    for start in range(0, count, chunk):
+        positions = torch.arange(start, min(start + chunk, count))
         rows = logits.expand(len(positions), -1)
         chosen.append(choose(rows, sampling, torch.full_like(positions, seed), positions))
     return torch.cat(chosen)
@@ -41,7 +42,8 @@ def p_value(observed: torch.Tensor, probabilities: torch.Tensor) -> float:
     counts = torch.cat((observed[common], observed[~common].sum()[None])).double()
     wanted = torch.cat((expected[common], expected[~common].sum()[None]))
     if wanted[-1] == 0:
-        assert counts[-1] == 0
+        if counts[-1] > 0:
+            return 0.0
         counts, wanted = counts[:-1], wanted[:-1]
     return float(stats.chisquare(counts.numpy(), (wanted / wanted.sum() * counts.sum()).numpy()).pvalue)
 
@@ -71,7 +73,7 @@ def test_the_tail_of_a_large_vocabulary_is_sampled_as_often_as_it_should_be() ->
     V = 128_000
     logits = torch.zeros(V)
     logits[0] = math.log(V - 1)
-    chosen = draws(logits, Sampling(temperature=1.0), 6_000)
+    chosen = draws(logits, Sampling(temperature=1.0), 3_000)
     buckets = torch.where(chosen == 0, 0, 1 + chosen % 10).bincount(minlength=11)
     probabilities = torch.tensor([0.5] + [0.05] * 10)
     assert p_value(buckets, probabilities) > UNLIKELY
@@ -113,7 +115,9 @@ def test_hash_bits_are_pinned() -> None:
         expected = mix((key + token * golden) % 2**64)
         bits = int(hash_bits(*(torch.tensor([value]) for value in (seed, position, token))))
         assert bits % 2**64 == expected
-    assert int(hash_bits(torch.tensor([1]), torch.tensor([2]), torch.tensor([3]))) % 2**64 == 0x0
+    assert (
+        int(hash_bits(torch.tensor([1]), torch.tensor([2]), torch.tensor([3]))) % 2**64 == 1553841246845048256
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -141,7 +145,7 @@ def test_filters_match_transformers(
         theirs.append(MinPLogitsWarper(min_p))
     seen = torch.zeros(2, 50, dtype=torch.bool).scatter_(1, history, True)
     ours = filtered(logits, Sampling(temperature, top_k, top_p, min_p, penalty), seen)
-    torch.testing.assert_close(ours.softmax(-1), theirs(history, logits.clone()).softmax(-1))
+    torch.testing.assert_close(ours.softmax(-1), theirs(history, logits.clone()).softmax(-1))  # type: ignore[arg-type]
 
 
 def test_rows_do_not_see_each_other() -> None:

@@ -12,7 +12,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 Array = np.ndarray[Any, Any]
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 256, 256, 4, 2, 64, 2
-BYTES: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+BYTES: dict[int, str] = bytes_to_unicode()
 BYTE_TOKENS = [*BYTES.values(), "hi", "Ġhi", "<|bos|>", "<|end|>", "<|eot_id|>"]
 BYTE_KINDS = [1] * 258 + [3, 3, 3]
 SPM_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "h", "i", "▁h", "▁hi"]

@@ -29,7 +29,9 @@ def test_old_and_new_spellings_agree() -> None:
     )
     assert old == new
     assert new.rope == RopeConfig(theta=5e5, kind="linear", factor=2.0, original_length=4096)
-    through_transformers = LlamaConfig(**RAW, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
+    through_transformers = LlamaConfig(
+        **RAW | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    )
     assert ModelConfig.from_hf(through_transformers) == new
 
 

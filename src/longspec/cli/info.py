@@ -65,9 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"heads of {config.head_dim}, vocabulary {config.vocab_size:,}"
     )
     print(f"  weights        {gigabytes(plan.weights)} in {facts['dtype']}")
-    print(
-        f"  KV cache       {plan.kv_per_token:,} bytes per token, {gigabytes(plan.kv_per_token * limit)} at its limit"
-    )
+    whole = gigabytes(plan.kv_per_token * limit)
+    print(f"  KV cache       {plan.kv_per_token:,} bytes per token, {whole} at the context limit")
     print(f"  context limit  {limit:,} tokens")
     print(f"  fits here      {fits:,} tokens ({gigabytes(plan.free)} free on {device})")
     return 0

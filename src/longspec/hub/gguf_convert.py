@@ -17,7 +17,7 @@ from longspec.hub.cache import build_folder, cache_dir, require_space
 from longspec.hub.gguf_config import ROPE_FREQS, Metadata, Weight, hf_config, special_ids, weight_plan
 from longspec.hub.gguf_header import GGUFHeader, TensorInfo, damaged, read_header, shortened
 from longspec.hub.gguf_tokenizer import save_tokenizer
-from longspec.hub.progress import byte_bar
+from longspec.progress import byte_bar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,7 +100,7 @@ def _save_config(meta: Metadata, config: dict[str, Any], dtype: str, folder: Pat
     try:
         family = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[meta.arch]
         family(**config, **ids, dtype=dtype).save_pretrained(folder)
-        GenerationConfig(**ids).save_pretrained(folder)  # type: ignore[no-untyped-call]
+        GenerationConfig(**ids).save_pretrained(folder)
     except (ValueError, TypeError, KeyError) as error:  # the libraries' own checks of odd values
         reason = shortened(str(error) or type(error).__name__)
         raise UserError(f"{meta.header.path}: its metadata makes no model ({reason})") from error

@@ -18,11 +18,17 @@ class TargetFiles:
 
 
 def resolve(
-    target: str, *, revision: str | None = None, offline: bool = False, progress: bool = True
+    target: str,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    progress: bool = True,
+    config_only: bool = False,
 ) -> TargetFiles:
     """Find `target` (a path, a short name or a hub id, in this order), fetching it when it is not on disk.
 
-    `revision` applies to hub ids. Nothing the files contain is ever run as code.
+    `revision` applies to hub ids; with `config_only` no weights are fetched from there. Nothing the files
+    contain is ever run as code.
     """
     path = Path(os.path.expanduser(target))
     if _is_local(target, path):
@@ -37,7 +43,8 @@ def resolve(
         raise _unknown(target)
     from longspec.hub.download import download
 
-    return TargetFiles(target, download(hub_id, revision=revision, offline=offline, progress=progress), entry)
+    folder = download(hub_id, revision=revision, offline=offline, progress=progress, config_only=config_only)
+    return TargetFiles(target, folder, entry)
 
 
 def on_disk(entry: ModelEntry) -> bool:

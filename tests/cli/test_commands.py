@@ -1,0 +1,212 @@
+"""The command line as users meet it: real processes, real weights."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from longspec.cli.terminal import printable
+
+PROGRAM = (sys.executable, "-m", "longspec.cli.main")
+GENERATE = (*PROGRAM, "generate", "--temperature", "0", "--max-new-tokens", "12")
+pytestmark = pytest.mark.usefixtures("smollm2_folder")
+
+
+def run(*arguments: str, text: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        arguments, input=text, capture_output=True, text=True, env=os.environ | environment, timeout=120
+    )
+
+
+def test_generate_streams_text_and_ends_in_one_line_of_figures() -> None:
+    result = run(*GENERATE, "What is the capital of France?")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "The capital of France is Paris.\n"
+    (figures,) = result.stderr.strip().splitlines()
+    assert "8 tokens at" in figures
+    assert "smollm2-135m float32 on cpu" in figures
+
+
+def test_generate_reads_files_and_standard_input_alike(tmp_path: Path) -> None:
+    question = "What is the capital of France?"
+    (tmp_path / "prompt.txt").write_text(question)
+    outputs = [
+        json.loads(run(*GENERATE, "--json", "--seed", "3", *where, text=text).stdout)
+        for where, text in (
+            ((question,), None),
+            (("--file", str(tmp_path / "prompt.txt")), None),
+            ((), question),
+        )
+    ]
+    for output in outputs:
+        assert output["text"] == "The capital of France is Paris."
+        assert (output["tokens"], output["seed"], output["finish_reason"]) == (8, 3, "eos")
+        assert output["tau"] == 1.0
+        assert output["accepted_by_depth"] == []
+    raw = json.loads(run(*GENERATE, "--json", "--raw", question).stdout)
+    assert raw["prompt_tokens"] == 7 < outputs[0]["prompt_tokens"]
+
+
+def test_peak_memory_stays_under_two_gigabytes() -> None:
+    assert run(*GENERATE, "Hello").returncode == 0
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    assert peak < 2e9
+
+
+BAD = {
+    "temperature": (("--temperature", "-1", "Hi"), "temperature is -1.0"),
+    "empty": (("",), "prompt is empty"),
+    "unknown name": (("--target", "smolm2-135m", "Hi"), "'smollm2-135m'"),
+    "missing gguf": (("--target", "./none.gguf", "Hi"), "none.gguf"),
+    "missing file": (("--file", "none.txt"), "none.txt"),
+    "both": (("--file", "none.txt", "Hi"), "not both"),
+    "method": (("--method", "magic", "Hi"), "'magic' is unknown"),
+    "dtype": (("--dtype", "int3", "Hi"), "'int3' is unknown"),
+    "device": (("--device", "cuda:7", "Hi"), "cuda:7"),
+    "too long": (("--max-length", "20", "word " * 50), "the context holds 20"),
+    "answer too long": (("--max-new-tokens", "9000", "Hi"), "new tokens fit"),
+    "no network": (("--target", "some-org/some-model", "Hi"), "some-org/some-model"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_clear_line_and_exit_code_2(name: str, tmp_path: Path) -> None:
+    arguments, named = BAD[name]
+    result = run(*GENERATE, *arguments, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("longspec: error: ")
+    assert named in line
+
+
+def test_a_damaged_model_is_refused_and_debug_shows_where(smollm2_folder: Path, tmp_path: Path) -> None:
+    for file in smollm2_folder.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        else:
+            with file.open("rb") as source:
+                (tmp_path / file.name).write_bytes(source.read(100_000))
+    result = run(*GENERATE, "--target", str(tmp_path), "Hi")
+    assert result.returncode == 2
+    assert "model.safetensors" in result.stderr
+    assert "Traceback" not in result.stderr
+    debug = run(*GENERATE, "--debug", "--target", str(tmp_path), "Hi")
+    assert debug.returncode != 0
+    assert "Traceback" in debug.stderr
+
+
+def test_no_network_for_the_default_leaves_nothing_behind(tmp_path: Path) -> None:
+    result = run(
+        *GENERATE, "Hi", LONGSPEC_CACHE=str(tmp_path), PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path)
+    )
+    assert result.returncode == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 1000]
+
+
+def test_a_target_that_does_not_fit_is_refused_with_what_would(smollm2_folder: Path, tmp_path: Path) -> None:
+    config = json.loads((smollm2_folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 2000, "hidden_size": 5760, "intermediate_size": 20000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run(*GENERATE, "--target", str(tmp_path), "Hi")
+    assert result.returncode == 2
+    (line,) = result.stderr.strip().splitlines()
+    assert "does not fit on cpu" in line
+    assert "GB" in line
+    assert "KiB" in line
+
+
+def test_models_and_info() -> None:
+    rows = json.loads(run(*PROGRAM, "models", "--json").stdout)
+    assert rows[0]["name"] == "smollm2-135m"
+    assert rows[0]["on_disk"] is True
+    assert {row["name"] for row in rows} >= {
+        "vicuna7b",
+        "vicuna13b",
+        "longchat7b",
+        "longchat13b",
+        "llama8b",
+        "qwq",
+    }
+    assert "Qwen/QwQ-32B-Preview" in run(*PROGRAM, "models").stdout
+    facts = json.loads(run(*PROGRAM, "info", "--json").stdout)
+    assert facts["parameters"] == 134_515_008
+    assert facts["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 4
+    assert facts["context_that_fits"] == 8192
+    assert "135 million parameters" in run(*PROGRAM, "info").stdout
+
+
+def test_control_characters_become_visible() -> None:
+    assert printable("a\x1b[31mred\x07\r\n\tb\x7f\x9b0m é漢") == "a␛[31mred␇␍\n\tb␡\ufffd0m é漢"
+
+
+class Terminal:
+    """A program on a terminal of its own."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        self.pid, self.file = pty.fork()
+        if self.pid == 0:
+            os.execvpe(arguments[0], arguments, os.environ | environment)
+        self.seen = ""
+
+    def wait_for(self, text: str, seconds: float = 30) -> str:
+        """Read until `text` comes; returns all that came before it."""
+        deadline = time.monotonic() + seconds
+        while text not in self.seen:
+            ready, _, _ = select.select([self.file], [], [], max(0, deadline - time.monotonic()))
+            assert ready, f"{text!r} did not come after {self.seen!r}"
+            self.seen += os.read(self.file, 4096).decode()
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def type(self, text: str) -> None:
+        os.write(self.file, text.encode())
+
+    def exit_code(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+def test_chat_keeps_the_conversation_and_ctrl_c_stops_only_the_answer(
+    smollm2_folder: Path, tmp_path: Path
+) -> None:
+    chat = (*PROGRAM, "chat", "--target", str(smollm2_folder), "--temperature", "0")
+    with Terminal(*chat, LONGSPEC_CACHE=str(tmp_path), TERM="dumb") as terminal:
+        terminal.wait_for("> ")
+        terminal.type("What is the capital of France?\n")
+        assert "The capital of France is Paris." in terminal.wait_for("ended by eos]")
+        terminal.wait_for("> ")
+        terminal.type("Write a very long story about that city.\n")
+        terminal.wait_for("story about that city.")
+        terminal.wait_for(" the ")  # the answer has begun
+        os.kill(terminal.pid, signal.SIGINT)
+        terminal.wait_for("(stopped)")
+        terminal.wait_for("> ")
+        terminal.type("/nonsense\n")
+        terminal.wait_for("/nonsense is unknown")
+        terminal.wait_for("> ")
+        terminal.type("/reset\n")
+        terminal.wait_for("(a new conversation)")
+        terminal.wait_for("> ")
+        terminal.type("\x04")
+        assert terminal.exit_code() == 0
+        assert "very long story" in (tmp_path / "chat_history").read_text()

@@ -12,9 +12,13 @@ from longspec.decoding.reuse import PrefixStore
 from longspec.errors import UserError
 from longspec.generation import Generation
 from longspec.models.checkpoint import WeightFiles
+from longspec.models.draft import DraftHead, GlideDraft
+from longspec.models.draft_files import load_draft
 from longspec.models.files import eos_ids, read_config, read_generation_config
+from longspec.models.layers import pack_linears
 from longspec.models.load import load_target
 from longspec.models.placement import check_fits, pick_device, pick_dtype
+from longspec.models.target import Transformer
 from longspec.prompts import Message, Prompt, PromptEncoder, is_batch
 from longspec.request import Engine, Options, Request
 
@@ -42,13 +46,13 @@ class LongSpec:
         offline: bool = False,
         progress: bool = False,
     ) -> LongSpec:
-        """Load a target by short name, hub id, folder or .gguf file.
+        """Load a target by short name, hub id, folder or .gguf file, and a draft by hub id, folder or .pth.
+
+        Without `draft`, a short name brings the draft that was published for it; "none" is none.
 
         dtype and device are torch's names; "auto" is bfloat16 on a GPU and float32 on a CPU. max_length
         bounds prompt plus answer; the default is what the model was made for.
         """
-        if draft is not None:
-            raise UserError(f"draft {draft!r} cannot be used: this version decodes without drafts")
         place = pick_device(device)
         kind = pick_dtype(dtype, place)
         find = partial(hub.resolve, target, revision=revision, offline=offline, progress=progress)
@@ -62,6 +66,11 @@ class LongSpec:
         limit = _pick_max_length(max_length, entry.context if entry else config.max_length)
         with WeightFiles(folder) as weights:
             model = load_target(config, weights.tensor, place, kind)
+        wanted = draft or (entry.draft if entry else None)
+        drafting = None
+        if wanted and wanted != "none":
+            path = hub.resolve_draft(wanted, offline=offline, progress=progress)
+            drafting = prepare_draft(load_draft(path, model, files.name).draft, model)
         return cls(
             Engine(
                 name=files.name,
@@ -71,6 +80,8 @@ class LongSpec:
                 eos_ids=frozenset(end for end in ends if end is not None),
                 max_length=limit,
                 store=PrefixStore(),
+                draft=drafting,
+                draft_name=wanted if drafting else None,
             )
         )
 
@@ -155,6 +166,13 @@ class Stream:
                     yield piece
         finally:
             self._request.close()
+
+
+def prepare_draft(draft: GlideDraft, target: Transformer) -> tuple[GlideDraft, DraftHead]:
+    """A draft ready to decode with, and the target's head as it uses it."""
+    draft.requires_grad_(False).eval()
+    pack_linears(draft)
+    return draft, DraftHead(target, draft.vocab_ids)
 
 
 def _pick_max_length(wanted: int | None, limit: int) -> int:

@@ -119,6 +119,43 @@ class ModelConfig:
         )
 
 
+@dataclass(frozen=True)
+class DraftConfig:
+    """The draft's architecture beyond what it takes from its target; the default is GLIDE as published."""
+
+    window: int = 512
+    """How many positions of its own the draft sees: a key at k from a query at q where q - k < window."""
+    max_lag: int = 8
+    """The deepest level it was trained to draft."""
+    cross_layers: tuple[int, ...] = (-1,)
+    """The target's layers whose KV it reads; negative ones count from the last."""
+    use_feature: bool = False
+    """Whether it is given the target's final hidden state at the newest verified token."""
+    qkv_bias: bool = True
+    final_norm: bool = False
+    draft_vocab: int = 0
+    """How many tokens its head can propose; 0 is the whole vocabulary."""
+
+    def __post_init__(self) -> None:
+        for name in ("window", "max_lag"):
+            if getattr(self, name) < 1:
+                raise UserError(f"the draft config has {name} = {getattr(self, name)}; it must be at least 1")
+        if not self.cross_layers:
+            raise UserError("the draft config has no cross_layers; it needs at least one")
+        if self.draft_vocab < 0:
+            raise UserError(
+                f"the draft config has draft_vocab = {self.draft_vocab}; 0 is the whole vocabulary"
+            )
+
+    def layers_of(self, target: ModelConfig) -> tuple[int, ...]:
+        """`cross_layers` as indices into the target's layers."""
+        num_layers = target.num_layers
+        for layer in self.cross_layers:
+            if not -num_layers <= layer < num_layers:
+                raise UserError(f"cross layer {layer} is not among the target's {num_layers} layers")
+        return tuple(layer % num_layers for layer in self.cross_layers)
+
+
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
     """Name what we would otherwise run wrongly."""
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):

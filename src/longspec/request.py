@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
 from longspec.decoding.choose import Sampling
-from longspec.decoding.loop import DecodeState, Method, decode, start
+from longspec.decoding.loop import DecodeState, decode, start
+from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.reuse import PrefixStore
 from longspec.decoding.row import Row
-from longspec.decoding.vanilla import Vanilla
 from longspec.errors import UserError
 from longspec.generation import Generation
+from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.target import Transformer
 from longspec.prompts import Prompt, PromptEncoder
 from longspec.text import TextStream
 
 DEFAULT_MAX_NEW_TOKENS = 512
-METHODS = ("vanilla",)
 
 
 class Options(TypedDict, total=False):
@@ -37,9 +37,17 @@ class Options(TypedDict, total=False):
     """One per row, or one from which row i gets `seed + i`; None draws one, and the result tells it."""
     stop: str | Sequence[str]
     """Strings that end an answer; they are not part of it."""
-    method: str
     raw: bool
     """Whether texts skip the chat template."""
+    method: str
+    """auto, vanilla, seq, tree, magicdec or lookup; see `MethodOptions` for this and what follows."""
+    gamma: int
+    tree_shape: Sequence[int]
+    max_nodes: int | None
+    acceptance: str
+    sinks: int
+    window: int
+    max_ngram: int
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,8 @@ class Engine:
     eos_ids: frozenset[int]
     max_length: int
     store: PrefixStore
+    draft: tuple[GlideDraft, DraftHead] | None = None
+    draft_name: str | None = None
 
 
 class Request:
@@ -65,8 +75,11 @@ class Request:
         if not prompts:
             raise UserError("there are no prompts; give at least one")
         self._engine = engine
-        self._method = _make_method(options.get("method", "vanilla"))
         self._sampling = _sampling(engine.defaults, options)
+        chosen = method_options(options)
+        if chosen.method == "auto":
+            chosen = replace(chosen, method="vanilla")
+        self._method, self._acceptance = make_method(chosen, self._sampling, engine.draft)
         stops = _stop_strings(options.get("stop", ()))
         self.texts = [TextStream(engine.encoder.tokenizer, stops) for _ in prompts]
         seeds = _seeds(options.get("seed"), len(prompts))
@@ -88,7 +101,7 @@ class Request:
         prompts = [row.prompt for row in self.rows]
         cache = engine.store.take(engine.target, prompts, needed, engine.max_length + slack)
         state = self._state = start(engine.target, cache, self.rows, self._sampling)
-        for _ in decode(state, self._method):
+        for _ in decode(state, self._method, self._acceptance):
             self._seconds = time.perf_counter() - started
             self._prefill_seconds = state.prefill_seconds
             self._num_prefilled = state.num_prefilled
@@ -124,23 +137,21 @@ class Request:
             seconds=self._seconds,
             prefill_seconds=self._prefill_seconds,
             method=self._method.name,
-            tree_shape=None,
+            tree_shape=list(self._method.tree_shape) if self._method.tree_shape else None,
             target=self._engine.name,
-            draft=None,
+            draft=self._engine.draft_name if self._method.tree_shape else None,
             device=str(target.device),
             dtype=str(target.dtype).removeprefix("torch."),
         )
 
 
-def check_method(name: str) -> None:
-    """Refuse a method that does not exist."""
-    if name not in METHODS:
-        raise UserError(f"method {name!r} is unknown; there are: {', '.join(METHODS)}")
-
-
-def _make_method(name: str) -> Method:
-    check_method(name)
-    return Vanilla()
+def method_options(options: Mapping[str, Any]) -> MethodOptions:
+    """Those of the options that concern the method, checked."""
+    names = {field.name for field in fields(MethodOptions)}
+    given = {name: value for name, value in options.items() if name in names and value is not None}
+    if "tree_shape" in given:
+        given["tree_shape"] = tuple(given["tree_shape"])
+    return MethodOptions(**given)
 
 
 def _sampling(defaults: Sampling, options: Options) -> Sampling:

@@ -84,7 +84,7 @@ def test_the_tail_of_a_large_vocabulary_is_sampled_as_often_as_it_should_be() ->
 def test_noise_is_gumbel_and_uncorrelated_between_neighbours() -> None:
     V = 50_000
     seeds, positions = torch.tensor([7, 7, 8, 8]), torch.tensor([100, 101, 100, 101])
-    noise = gumbel(seeds, positions, V)
+    noise = gumbel(seeds, positions, torch.arange(V))
     for row in noise:
         assert stats.kstest(row.numpy(), "gumbel_r").pvalue > UNLIKELY
     limit = 5 / math.sqrt(V)
@@ -96,7 +96,8 @@ def test_noise_is_gumbel_and_uncorrelated_between_neighbours() -> None:
             assert abs(float(torch.corrcoef(pair)[0, 1])) < limit
     # along positions and along seeds, for one token
     many = torch.arange(V)
-    for rows in (gumbel(torch.full_like(many, 3), many, 2), gumbel(many, torch.full_like(many, 3), 2)):
+    same, pair = torch.full_like(many, 3), torch.arange(2)
+    for rows in (gumbel(same, many, pair), gumbel(many, same, pair)):
         assert stats.kstest(rows[:, 0].numpy(), "gumbel_r").pvalue > UNLIKELY
         assert abs(float(torch.corrcoef(torch.stack((rows[1:, 0], rows[:-1, 0])))[0, 1])) < limit
 

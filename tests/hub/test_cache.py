@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf_samples import write_gguf
 
 from longspec.errors import UserError
 from longspec.hub.cache import build_folder, cache_dir, is_complete, require_space
 from longspec.hub.gguf_convert import converted
+from tests.hub.gguf_samples import write_gguf
 
 
 def fill(folder: Path) -> dict[str, Any]:

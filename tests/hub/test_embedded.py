@@ -8,12 +8,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from gguf_samples import unpermute, write_gguf
 from transformers import AutoTokenizer, GenerationConfig
 
 from longspec.errors import UserError
 from longspec.hub import MODELS, cache_dir, embedded, on_disk, resolve
 from longspec.models.checkpoint import WeightFiles
+from tests.hub.gguf_samples import unpermute, write_gguf
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_samples import HEAD_DIM, SPM_TOKENS, write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from longspec.errors import UserError
 from longspec.hub import cache_dir, gguf_convert, resolve
 from longspec.models.checkpoint import WeightFiles
+from tests.hub.gguf_samples import HEAD_DIM, SPM_TOKENS, write_gguf
 
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 Extra = Callable[[gguf.GGUFWriter], None]

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from gguf_samples import write_gguf
 
 from longspec.errors import UserError
 from longspec.hub.gguf_convert import convert
 from longspec.hub.gguf_header import read_header
+from tests.hub.gguf_samples import write_gguf
 
 SECONDS = 6  # per test; the seed is fixed, a slow machine sees a prefix of the same cases
 

@@ -25,6 +25,17 @@ class AttentionPlan:
     """Which new tokens each new token sees, bool [T, T] or [B, T, T]; None for a causal chain."""
     host_lengths: tuple[int, ...]
     """`lengths` again, for backends whose shapes follow them."""
+    sinks: int = 0
+    window: int | None = None
+    """With a window, of the prefix only its first `sinks` entries and its last `window` ones are seen."""
+
+    def ranges(self, row: int) -> list[tuple[int, int]]:
+        """The parts of a row's prefix that are seen, none of them empty."""
+        length = self.host_lengths[row]
+        if self.window is None or self.sinks + self.window >= length:
+            return [(0, length)] if length else []
+        parts = ((0, self.sinks), (length - self.window, length))
+        return [(start, end) for start, end in parts if start < end]
 
 
 class Attention(Protocol):
@@ -34,7 +45,14 @@ class Attention(Protocol):
     the exponentiated scores, so that results over disjoint keys can be merged exactly.
     """
 
-    def plan(self, lengths: Tensor, num_new: int, tree: Tensor | None = None) -> AttentionPlan:
+    def plan(
+        self,
+        lengths: Tensor,
+        num_new: int,
+        tree: Tensor | None = None,
+        sinks: int = 0,
+        window: int | None = None,
+    ) -> AttentionPlan:
         """Prepare for one forward pass."""
         ...
 
@@ -43,7 +61,11 @@ class Attention(Protocol):
         ...
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """Each query sees the whole prefix and nothing else; an empty prefix gives 0 and lse -inf."""
+        """Each query sees the prefix and nothing else; an empty prefix gives 0 and lse -inf."""
+        ...
+
+    def masked(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+        """Each query sees the keys that `sees`, bool [B, T, S], allows it: one at least."""
         ...
 
 

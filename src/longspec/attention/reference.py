@@ -14,9 +14,16 @@ class ReferenceAttention:
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self._dtype = dtype
 
-    def plan(self, lengths: Tensor, num_new: int, tree: Tensor | None = None) -> AttentionPlan:
+    def plan(
+        self,
+        lengths: Tensor,
+        num_new: int,
+        tree: Tensor | None = None,
+        sinks: int = 0,
+        window: int | None = None,
+    ) -> AttentionPlan:
         """See `Attention.plan`."""
-        return AttentionPlan(lengths, num_new, tree, tuple(lengths.tolist()))
+        return AttentionPlan(lengths, num_new, tree, tuple(lengths.tolist()), sinks, window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """See `Attention.attend`."""
@@ -27,19 +34,22 @@ class ReferenceAttention:
         sees = self._prefix_mask(T, S, plan)
         for row, length in enumerate(plan.host_lengths):
             sees[row, :, length : length + T] = tree if tree.ndim == 2 else tree[row]
-        return self._masked(q, k, v, sees)
+        return self.masked(q, k, v, sees)
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """See `Attention.prefix`."""
-        return self._masked(q, k, v, self._prefix_mask(q.shape[1], k.shape[2], plan))
+        return self.masked(q, k, v, self._prefix_mask(q.shape[1], k.shape[2], plan))
 
     def _prefix_mask(self, num_queries: int, num_keys: int, plan: AttentionPlan) -> Tensor:
         """bool [B, T, S]"""
-        inside = torch.arange(num_keys, device=plan.lengths.device) < plan.lengths[:, None]
+        entry = torch.arange(num_keys, device=plan.lengths.device)
+        inside = entry < plan.lengths[:, None]
+        if plan.window is not None:
+            inside &= (entry < plan.sinks) | (entry >= plan.lengths[:, None] - plan.window)
         return inside[:, None].repeat(1, num_queries, 1)
 
-    def _masked(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
-        """q [B, T, H, D] over k, v [B, K, S, D], where sees [B, T, S] allows it."""
+    def masked(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Attention.masked`; a query that sees nothing gets 0 and lse -inf."""
         B, T, H, D = q.shape
         # Entries nobody sees may hold anything, nan included, which 0 * nan would let through.
         used = sees.any(1)[:, None, :, None]

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from longspec.attention.base import AttentionPlan, merge
 
+# Chains up to here are masked like trees: one call for all heads, where a causal one takes one per head.
+_SHORT = 64
+
 
 class TorchAttention:
     """FlashAttention where torch has it for the type and device.
@@ -16,39 +19,54 @@ class TorchAttention:
     result cannot depend on its neighbours.
     """
 
-    def plan(self, lengths: Tensor, num_new: int, tree: Tensor | None = None) -> AttentionPlan:
+    def plan(
+        self,
+        lengths: Tensor,
+        num_new: int,
+        tree: Tensor | None = None,
+        sinks: int = 0,
+        window: int | None = None,
+    ) -> AttentionPlan:
         """See `Attention.plan`. Reads the lengths on the host, once per forward pass."""
-        return AttentionPlan(lengths, num_new, tree, tuple(lengths.tolist()))
+        if tree is None and 1 < num_new <= _SHORT:
+            tree = torch.ones(num_new, num_new, dtype=torch.bool, device=lengths.device).tril()
+        return AttentionPlan(lengths, num_new, tree, tuple(lengths.tolist()), sinks, window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """See `Attention.attend`."""
         rows = []
         for row, length in enumerate(plan.host_lengths):
             query, end = q[row], length + plan.num_new
+            ranges = plan.ranges(row)
             if plan.num_new == 1:
-                rows.append(_unmasked(query, k[row, :, :end], v[row, :, :end]))
-                continue
-            new_k, new_v = k[row, :, length:end], v[row, :, length:end]
-            if plan.tree is None:
-                result = _causal(query, new_k, new_v)
+                # The one new token is like one more of the prefix: a part that ends there takes it along.
+                start = ranges.pop()[0] if ranges else length
+                result = _unmasked(query, k[row, :, start:end], v[row, :, start:end])
+            elif plan.tree is None:
+                result = _causal(query, k[row, :, length:end], v[row, :, length:end])
             else:
                 tree = plan.tree if plan.tree.ndim == 2 else plan.tree[row]
-                result = _masked(query, new_k, new_v, tree)
-            if length:
-                result = merge(_unmasked(query, k[row, :, :length], v[row, :, :length]), result)
+                result = _masked(query, k[row, :, length:end], v[row, :, length:end], tree)
+            for start, stop in ranges:
+                result = merge(_unmasked(query, k[row, :, start:stop], v[row, :, start:stop]), result)
             rows.append(result)
         return _stack(rows)
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """See `Attention.prefix`."""
         rows = []
-        for row, length in enumerate(plan.host_lengths):
-            if length:
-                rows.append(_unmasked(q[row], k[row, :, :length], v[row, :, :length]))
-            else:
-                nothing = q.new_full(q.shape[1:3], -torch.inf, dtype=torch.float32)
-                rows.append((torch.zeros_like(q[row]), nothing))
+        for row in range(len(plan.host_lengths)):
+            nothing = q.new_full(q.shape[1:3], -torch.inf, dtype=torch.float32)
+            result = (torch.zeros_like(q[row]), nothing)
+            for index, (start, stop) in enumerate(plan.ranges(row)):
+                part = _unmasked(q[row], k[row, :, start:stop], v[row, :, start:stop])
+                result = merge(part, result) if index else part
+            rows.append(result)
         return _stack(rows)
+
+    def masked(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Attention.masked`."""
+        return _stack([_masked(q[row], k[row], v[row], sees[row]) for row in range(q.shape[0])])
 
 
 def _stack(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

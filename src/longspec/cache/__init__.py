@@ -1,5 +1,6 @@
 """Where keys and values live."""
 
 from longspec.cache.kv import KVCache, Slots
+from longspec.cache.ring import DraftCache
 
-__all__ = ["KVCache", "Slots"]
+__all__ = ["DraftCache", "KVCache", "Slots"]

@@ -72,10 +72,10 @@ def load(arguments: argparse.Namespace) -> LongSpec:
 def options(arguments: argparse.Namespace) -> Options:
     """The options that the flags give. Checked here, so that a bad value is told before a long load."""
     from longspec.decoding.choose import Sampling
-    from longspec.request import Options, check_method
+    from longspec.request import Options, method_options
 
     given = {name: value for name, value in vars(arguments).items() if name in Options.__annotations__}
-    check_method(given["method"])
+    method_options(given)
     names = {field.name for field in fields(Sampling)}
     Sampling(**{name: value for name, value in given.items() if name in names and value is not None})
     return cast("Options", given)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,10 @@ class Sampling:
         given = {name: values[name] for name in names if values.get(name) is not None}
         return cls(**({"temperature": 1.0} if values.get("do_sample") else {}) | given)
 
+    def without_penalty(self) -> Sampling:
+        """The same but for the repetition penalty."""
+        return replace(self, repetition_penalty=1.0)
+
     @property
     def greedy(self) -> bool:
         """Whether the choice is the most probable token."""
@@ -76,7 +80,8 @@ def choose(
     scores = filtered(logits, sampling, seen)
     if sampling.greedy:
         return scores.argmax(-1)
-    return (scores.double() + gumbel(seeds, positions, logits.shape[-1])).argmax(-1)
+    tokens = torch.arange(logits.shape[-1], device=logits.device)
+    return (scores.double() + gumbel(seeds, positions, tokens)).argmax(-1)
 
 
 def filtered(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
@@ -116,16 +121,26 @@ def _keep_top_p(scores: Tensor, top_p: float) -> Tensor:
     return scores.masked_fill(patterns < enough, -torch.inf)
 
 
-def gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
-    """Gumbel noise [R, V] in fp64 for every token id at (seed, position), each int64 [R].
+def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Gumbel noise [R, V] in fp64 for the token ids [V] at (seed, position), each int64 [R].
 
     The largest noise decides who wins, and it comes from the uniform's smallest values: 52 bits behind the
     point, and log1p, keep those apart even among the tails of a large vocabulary.
     """
-    tokens = torch.arange(num_tokens, device=seeds.device)
-    bits = hash_bits(seeds[:, None], positions[:, None], tokens)
-    uniform = ((bits >> 12) & (2**52 - 1)).double().add_(0.5).mul_(2.0**-52)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    return uniform(seeds[:, None], positions[:, None], tokens).neg_().log1p_().neg_().log_().neg_()
+
+
+def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Numbers in (0, 1), fp64, for each (seed, position, token), broadcast."""
+    bits = hash_bits(seeds, positions, tokens)
+    return ((bits >> 12) & (2**52 - 1)).double().add_(0.5).mul_(2.0**-52)
+
+
+def derived(seeds: Tensor, stream: Tensor | int) -> Tensor:
+    """Seeds of another stream of noise, which has nothing to do with that of `seeds`."""
+    # As a tensor the product wraps around, as a Python number it would not.
+    streams = torch.as_tensor(stream, device=seeds.device)
+    return _mix(_mix(seeds + _FIRST) + streams * _SECOND)
 
 
 def hash_bits(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:

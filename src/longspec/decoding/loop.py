@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from longspec.cache import KVCache
+from longspec.decoding.accept import Accepted, LogitsAt, accept_coupled
 from longspec.decoding.choose import Sampling, choose
 from longspec.decoding.row import Row
+from longspec.decoding.tree import TokenTree
 from longspec.models.target import Transformer
 
 PREFILL_CHUNK = 2048
+# Up to so many nodes their logits cost hardly more than those of one: the head is read once for all.
+_FEW_NODES = 16
 
 
 @dataclass
@@ -30,52 +34,120 @@ class DecodeState:
     """int64 [B]"""
     seen: Tensor | None
     """Tokens each row has had, bool [B, V]; kept only for the repetition penalty."""
-    roots: Tensor
-    """The newest emitted token of each row, int64 [B]; its KV is not in the cache yet."""
+    emitted: Tensor
+    """What the last round emitted, int64 [B, T]; a row's own are its first `num_emitted` [B]."""
+    num_emitted: Tensor
+    feature: Tensor
+    """The target's final hidden state at the newest token whose KV is in the cache, [B, E]."""
     prefill_seconds: float = 0.0
     num_prefilled: int = 0
 
-    def active(self) -> Tensor:
-        """1 for the rows still running, 0 for the finished, int64 [B]."""
-        return torch.tensor([not row.finished for row in self.rows], device=self.roots.device).long()
-
-    def mark_seen(self, tokens: Tensor) -> None:
-        """Note tokens [B] for the repetition penalty."""
-        if self.seen is not None:
-            self.seen.scatter_(1, tokens[:, None], True)
+    @property
+    def roots(self) -> Tensor:
+        """The newest emitted token of each row, int64 [B]; its KV is not in the cache yet."""
+        return self.emitted.gather(1, self.num_emitted[:, None] - 1)[:, 0]
 
 
 class Method(Protocol):
-    """A way to get several tokens out of one pass of the target."""
+    """A way to propose what the target may say next."""
 
     name: str
     num_nodes: int
-    """Most tokens of a row in one target pass: room the cache must have beyond the text."""
+    """Most nodes of a tree it proposes: room that the cache must have beyond the text."""
+    tree_shape: tuple[int, ...] | None
 
-    def round(self, state: DecodeState) -> list[list[int]]:
-        """Run one round; returns what each row emitted, and leaves the new roots in the state."""
+    def begin(self, state: DecodeState) -> None:
+        """Prepare, once the prompts are in the cache and the first roots are chosen."""
+        ...
+
+    def propose(self, state: DecodeState) -> TokenTree:
+        """A tree for every row, whose root is the row's."""
         ...
 
 
-def decode(state: DecodeState, method: Method, chunk: int = PREFILL_CHUNK) -> Iterator[list[list[int]]]:
+Acceptance = Callable[
+    [TokenTree, LogitsAt, Sampling, Tensor, Tensor, Tensor | None],
+    Accepted,
+]
+
+
+def decode(
+    state: DecodeState,
+    method: Method,
+    acceptance: Acceptance = accept_coupled,
+    chunk: int = PREFILL_CHUNK,
+) -> Iterator[list[list[int]]]:
     """Prefill, then run rounds until every row is finished; yields what each row kept, at each turn.
 
     What the cache already holds of a row's prompt (its `lengths`) is not computed again.
     """
     with torch.inference_mode():
         started = time.perf_counter()
-        firsts = prefill(state, chunk)
+        prefill(state, chunk)
+        firsts = state.roots.tolist()
         kept = [row.keep_first(token) for row, token in zip(state.rows, firsts, strict=True)]
         state.prefill_seconds = time.perf_counter() - started
     yield kept
+    with torch.inference_mode():
+        method.begin(state)
     while not all(row.finished for row in state.rows):
         # Not held across the yield: the mode is the thread's, and the caller runs in between.
         with torch.inference_mode():
-            emitted = method.round(state)
+            emitted = run_round(state, method, acceptance)
         yield [
             [] if row.finished else row.keep_round(tokens)
             for row, tokens in zip(state.rows, emitted, strict=True)
         ]
+
+
+def run_round(state: DecodeState, method: Method, acceptance: Acceptance) -> list[list[int]]:
+    """Propose, verify, accept, commit; returns what each row emitted."""
+    tree = method.propose(state)
+    hidden = state.target(tree.tokens, state.cache, tree.sees())
+    logits_at = _logits_at(state.target, hidden)
+    found = acceptance(tree, logits_at, state.sampling, state.seeds, state.cache.lengths, state.seen)
+
+    running = torch.tensor([not row.finished for row in state.rows], device=hidden.device)
+    last = found.path[:, -1]
+    rows = torch.arange(len(state.rows), device=hidden.device)
+    state.cache.commit(found.path, (found.num_accepted + 1) * running)
+    state.feature = torch.where(running[:, None], hidden[rows, last], state.feature)
+    # The path without the root, then the bonus right behind each row's last accepted token.
+    emitted = torch.cat((tree.tokens.gather(1, found.path)[:, 1:], found.bonus[:, None]), 1)
+    emitted.scatter_(1, found.num_accepted[:, None], found.bonus[:, None])
+    num_emitted = found.num_accepted + 1
+    _mark_seen(state, emitted, num_emitted)
+    if bool(running.all()):
+        state.emitted, state.num_emitted = emitted, num_emitted
+    else:
+        _stand_still(state, running, emitted, num_emitted)
+    counts = num_emitted.tolist()
+    return [tokens[:count] for tokens, count in zip(emitted.tolist(), counts, strict=True)]
+
+
+def _logits_at(target: Transformer, hidden: Tensor) -> LogitsAt:
+    """The logits of a node per row: of small trees all at once, of larger ones where they are asked for."""
+    rows = torch.arange(hidden.shape[0], device=hidden.device)
+    if hidden.shape[1] <= _FEW_NODES:
+        logits = target.logits(hidden)
+        return lambda nodes: logits[rows, nodes]
+    return lambda nodes: target.logits(hidden[rows, nodes])
+
+
+def _mark_seen(state: DecodeState, emitted: Tensor, num_emitted: Tensor) -> None:
+    """Note what was emitted for the repetition penalty."""
+    if state.seen is None:
+        return
+    real = torch.arange(emitted.shape[1], device=emitted.device) < num_emitted[:, None]
+    # What lies behind a row's own tokens is replaced by its first one, which is noted anyway.
+    state.seen.scatter_(1, torch.where(real, emitted, emitted[:, :1]), True)
+
+
+def _stand_still(state: DecodeState, running: Tensor, emitted: Tensor, num_emitted: Tensor) -> None:
+    """Take over what the running rows emitted; a finished row keeps its root, as the one thing emitted."""
+    roots = torch.where(running, emitted[:, 0], state.roots)
+    emitted = torch.cat((roots[:, None], emitted[:, 1:]), 1)
+    state.emitted, state.num_emitted = emitted, torch.where(running, num_emitted, 1)
 
 
 def start(target: Transformer, cache: KVCache, rows: list[Row], sampling: Sampling) -> DecodeState:
@@ -87,11 +159,12 @@ def start(target: Transformer, cache: KVCache, rows: list[Row], sampling: Sampli
         for marks, row in zip(seen, rows, strict=True):
             marks[torch.tensor(row.prompt, device=device)] = True
     seeds = torch.tensor([row.seed for row in rows], device=device)
-    roots = torch.zeros(len(rows), dtype=torch.int64, device=device)
-    return DecodeState(target, cache, rows, sampling, seeds, seen, roots)
+    ones = torch.ones(len(rows), dtype=torch.int64, device=device)
+    feature = torch.zeros(len(rows), target.config.hidden_size, device=device, dtype=target.dtype)
+    return DecodeState(target, cache, rows, sampling, seeds, seen, ones[:, None], ones, feature)
 
 
-def prefill(state: DecodeState, chunk: int) -> list[int]:
+def prefill(state: DecodeState, chunk: int) -> None:
     """Bring every row's prompt into the cache and choose its first token.
 
     Rows are taken one by one, in chunks, so memory beyond the cache is bounded by the chunk.
@@ -101,13 +174,14 @@ def prefill(state: DecodeState, chunk: int) -> list[int]:
         cache = state.cache.row(index)
         reused = int(cache.lengths)
         assert reused < len(row.prompt), "the last prompt token must be computed, for its logits"
-        tokens = torch.tensor(row.prompt[reused:], device=state.roots.device)
+        tokens = torch.tensor(row.prompt[reused:], device=state.target.device)
         state.num_prefilled += len(tokens)
         for piece in tokens.split(chunk):
             hidden = state.target(piece[None], cache)
             cache.advance(len(piece))
         last_hidden.append(hidden[:, -1])
-    logits = state.target.logits(torch.cat(last_hidden))
-    state.roots = choose(logits, state.sampling, state.seeds, state.cache.lengths, state.seen)
-    state.mark_seen(state.roots)
-    return state.roots.tolist()
+    state.feature = torch.cat(last_hidden)
+    logits = state.target.logits(state.feature)
+    firsts = choose(logits, state.sampling, state.seeds, state.cache.lengths, state.seen)
+    state.emitted = firsts[:, None]
+    _mark_seen(state, state.emitted, state.num_emitted)

@@ -2,7 +2,7 @@
 
 from longspec.hub.cache import cache_dir
 from longspec.hub.registry import DEFAULT_TARGET, MODELS, ModelEntry, nearest
-from longspec.hub.resolve import TargetFiles, on_disk, resolve
+from longspec.hub.resolve import TargetFiles, on_disk, resolve, resolve_draft
 
 __all__ = [
     "DEFAULT_TARGET",
@@ -13,4 +13,5 @@ __all__ = [
     "nearest",
     "on_disk",
     "resolve",
+    "resolve_draft",
 ]

@@ -2,24 +2,63 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
 
+DRAFT_WEIGHTS = ("model.safetensors", "draft_model_weights.pth", "pytorch_model.bin")
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
 
 def download(
     hub_id: str, *, revision: str | None, offline: bool, progress: bool, config_only: bool = False
 ) -> Path:
-    """Fetch config, tokenizer and weights of a hub repository; what the hub's cache has is reused."""
+    """Fetch config, tokenizer and weights of a target's repository; what the hub's cache has is reused."""
+
+    def patterns(files: list[str]) -> list[str]:
+        if "config.json" not in files:
+            raise UserError(f"{hub_id} has no config.json: it is not a model this package can run")
+        return ["config.json"] if config_only else [*_SMALL_FILES, _weight_pattern(hub_id, files)]
+
+    def complete(folder: Path) -> bool:
+        if not (folder / "config.json").is_file():
+            return False
+        return config_only or (_has_tokenizer(folder) and _has_weights(folder))
+
+    return _fetch(hub_id, revision, offline, progress, patterns, complete)
+
+
+def download_draft(hub_id: str, *, revision: str | None, offline: bool, progress: bool) -> Path:
+    """Fetch a draft's repository: its config where it has one, and its weights."""
+
+    def patterns(files: list[str]) -> list[str]:
+        weights = next((name for name in DRAFT_WEIGHTS if name in files), None)
+        if weights is None:
+            raise UserError(f"{hub_id} is no draft: it has none of {', '.join(DRAFT_WEIGHTS)}")
+        return ["config.json", weights]
+
+    def complete(folder: Path) -> bool:
+        return any((folder / name).is_file() for name in DRAFT_WEIGHTS)
+
+    return _fetch(hub_id, revision, offline, progress, patterns, complete)
+
+
+def _fetch(
+    hub_id: str,
+    revision: str | None,
+    offline: bool,
+    progress: bool,
+    patterns: Callable[[list[str]], list[str]],
+    complete: Callable[[Path], bool],
+) -> Path:
+    """The repository's files that `patterns` picks of all it has; from the cache alone where offline."""
     import huggingface_hub as hub
     from huggingface_hub import constants
 
-    offline = offline or constants.HF_HUB_OFFLINE
-    if offline:
-        folder = _cached(hub_id, revision, config_only)
+    if offline or constants.HF_HUB_OFFLINE:
+        folder = _cached(hub_id, revision, complete)
         if folder is None:
             at = f" at revision {revision!r}" if revision else ""
             raise UserError(
@@ -30,32 +69,29 @@ def download(
     options: dict[str, Any] = {} if progress and sys.stderr.isatty() else {"tqdm_class": _silent_bar()}
     try:
         info = hub.HfApi().model_info(hub_id, revision=revision, timeout=15)
-        files = [sibling.rfilename for sibling in info.siblings or []]
-        if "config.json" not in files:
-            raise UserError(f"{hub_id} has no config.json: it is not a model this package can run")
-        patterns = ["config.json"] if config_only else [*_SMALL_FILES, _weight_pattern(hub_id, files)]
+        wanted = patterns([sibling.rfilename for sibling in info.siblings or []])
         # Sub-folders hold other formats and training leftovers, never the model itself.
-        folder = hub.snapshot_download(
-            hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"], **options
+        found = hub.snapshot_download(
+            hub_id, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"], **options
         )
     except UserError:
         raise
     except Exception as error:
         if (reason := _explain(error, hub_id, revision)) is None:
             raise
-        if _is_network(error) and (known := _cached(hub_id, revision, config_only)) is not None:
+        if _is_network(error) and (known := _cached(hub_id, revision, complete)) is not None:
             return known
         raise UserError(reason) from error
-    return Path(folder)
+    return Path(found)
 
 
 def downloaded(hub_id: str) -> bool:
     """Whether the hub's cache holds the repository's newest known version in full."""
-    return _cached(hub_id, None) is not None
+    return _cached(hub_id, None, lambda folder: _has_tokenizer(folder) and _has_weights(folder)) is not None
 
 
-def _cached(hub_id: str, revision: str | None, config_only: bool = False) -> Path | None:
-    """The cached snapshot if it has all that is asked for, else None. Asks no network."""
+def _cached(hub_id: str, revision: str | None, complete: Callable[[Path], bool]) -> Path | None:
+    """The cached snapshot if it is `complete`, else None. Asks no network."""
     import huggingface_hub as hub
 
     try:
@@ -67,10 +103,7 @@ def _cached(hub_id: str, revision: str | None, config_only: bool = False) -> Pat
         # Not there, a name that cannot be one, a cache that cannot be read: all the same to the caller.
         return None
     folder = Path(found)
-    complete = (folder / "config.json").is_file() and (
-        config_only or (_has_tokenizer(folder) and _has_weights(folder))
-    )
-    return folder if complete else None
+    return folder if complete(folder) else None
 
 
 def _has_tokenizer(folder: Path) -> bool:

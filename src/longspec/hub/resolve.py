@@ -47,6 +47,22 @@ def resolve(
     return TargetFiles(target, folder, entry)
 
 
+def resolve_draft(
+    draft: str, *, revision: str | None = None, offline: bool = False, progress: bool = True
+) -> Path:
+    """Find a draft: a folder or .pth file, or a hub id, which is fetched when it is not on disk."""
+    path = Path(os.path.expanduser(draft))
+    if path.exists():
+        return path
+    if draft.startswith(("/", ".", "~")) or draft.endswith(".pth") or draft.count("/") != 1:
+        raise UserError(
+            f"there is no draft {draft!r}: pass a draft folder, a .pth file or a hub id (org/name)"
+        )
+    from longspec.hub.download import download_draft
+
+    return download_draft(draft, revision=revision, offline=offline, progress=progress)
+
+
 def on_disk(entry: ModelEntry) -> bool:
     """Whether a model of the table is here in full already. Asks no network."""
     if entry.target is None:

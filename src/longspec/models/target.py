@@ -42,19 +42,27 @@ class Transformer(nn.Module):
         """An empty cache for this model, on its device and in its type."""
         return KVCache.empty(self.config, num_rows, capacity, self.device, self.dtype)
 
-    def forward(self, tokens: Tensor, cache: KVCache, tree: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        tree: Tensor | None = None,
+        sinks: int = 0,
+        window: int | None = None,
+    ) -> Tensor:
         """Hidden states [B, T, E], after the last norm, of T new tokens [B, T] per row.
 
         The tokens follow each row's prefix: as a chain, or, where `tree` is given, as nodes of which
         `tree` [T, T] or [B, T, T] says which other nodes each one sees (itself and its ancestors), so
         that a node's depth is the number of nodes it sees less one. Their keys and values are written
-        past the prefix; the prefix itself is not moved: that is for the cache's verbs.
+        past the prefix; the prefix itself is not moved: that is for the cache's verbs. With a `window`, of
+        the prefix only its first `sinks` entries and its last `window` ones are attended to.
         """
         T = tokens.shape[1]
         depths = torch.arange(T, device=tokens.device) if tree is None else tree.sum(-1) - 1
         positions = cache.lengths[:, None] + depths
         self.rope.reserve(cache.capacity)
-        plan = self.attention.plan(cache.lengths, T, tree)
+        plan = self.attention.plan(cache.lengths, T, tree, sinks, window)
         run = ForwardPass(cache, cache.slots(T), self.rope(positions), self.attention, plan)
         x = F.embedding(tokens, self.embedding)
         for block in self.blocks:

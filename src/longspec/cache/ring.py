@@ -1,0 +1,77 @@
+"""The draft's own KV: a ring of the last positions, the same size whatever the context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspec.config import DraftConfig, ModelConfig
+
+
+@dataclass
+class DraftCache:
+    """Keys and values of the draft's one layer for B rows.
+
+    The first `window` entries are the ring: position p lies at entry p % window. Behind it is room for the
+    nodes of one tree, and one last entry that takes what nobody wants.
+    """
+
+    keys: Tensor
+    """[B, K, window + N + 1, D]"""
+    values: Tensor
+    positions: Tensor
+    """Of what each entry of the ring holds, int64 [B, window + N + 1]; -1 where it is empty, or no ring."""
+    window: int
+
+    @classmethod
+    def empty(
+        cls,
+        target: ModelConfig,
+        draft: DraftConfig,
+        num_rows: int,
+        num_nodes: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> DraftCache:
+        """A ring with nothing in it, and room for trees of `num_nodes`."""
+        shape = (num_rows, target.num_kv_heads, draft.window + num_nodes + 1, target.head_dim)
+        # Zeros, not rubbish: masked entries are multiplied by 0, and 0 times nan would be nan.
+        return cls(
+            torch.zeros(shape, device=device, dtype=dtype),
+            torch.zeros(shape, device=device, dtype=dtype),
+            torch.full((num_rows, shape[2]), -1, device=device),
+            draft.window,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffers."""
+        return 2 * self.keys.numel() * self.keys.element_size() + 8 * self.positions.numel()
+
+    def append(self, k: Tensor, v: Tensor, positions: Tensor, wanted: Tensor) -> None:
+        """Put keys and values [B, T, K, D] of committed tokens into the ring, where `wanted` [B, T]."""
+        rows = torch.arange(k.shape[0], device=k.device)[:, None]
+        entries = torch.where(wanted, positions % self.window, self.keys.shape[2] - 1)
+        self.keys[rows, :, entries] = k
+        self.values[rows, :, entries] = v
+        self.positions.scatter_(1, entries, torch.where(wanted, positions, -1))
+
+    def put_nodes(self, first: int, k: Tensor, v: Tensor) -> None:
+        """Put keys and values [B, T, K, D] of the tree's nodes first, first + 1, ... behind the ring."""
+        place = slice(self.window + first, self.window + first + k.shape[1])
+        self.keys[:, :, place] = k.transpose(1, 2)
+        self.values[:, :, place] = v.transpose(1, 2)
+
+    def sees(self, positions: Tensor, nodes: Tensor | None = None) -> Tensor:
+        """Which entries queries at `positions` [B, T] see, bool [B, T, window + N + 1].
+
+        Of the ring what lies less than `window` back; of the tree what `nodes` [B, T, n] allows.
+        """
+        held = self.positions[:, None]
+        distance = positions[:, :, None] - held
+        sees = (held >= 0) & (distance >= 0) & (distance < self.window)
+        if nodes is not None:
+            sees[:, :, self.window : self.window + nodes.shape[2]] = nodes
+        return sees

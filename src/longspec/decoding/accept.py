@@ -1,0 +1,94 @@
+"""Acceptance: which of the proposed tokens the target would have said itself.
+
+Coupled acceptance, the default, walks from the root: at each node the target's own choice is made, by the
+same pure function that vanilla decoding uses; if one of the node's children is that token, the walk moves
+there, else the token is the bonus and the round ends. So a round emits exactly what vanilla would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspec.decoding.choose import Sampling, choose
+from longspec.decoding.tree import TokenTree
+
+LogitsAt = Callable[[Tensor], Tensor]
+"""The target's logits [B, V] at one node per row, int64 [B]."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a round keeps, for B rows."""
+
+    path: Tensor
+    """The accepted nodes from the root down, int64 [B, P]; behind a row's end its last node repeats."""
+    num_accepted: Tensor
+    """Drafted tokens kept, the root not counted, int64 [B]."""
+    bonus: Tensor
+    """The target's own token behind the path, int64 [B]."""
+
+
+@dataclass
+class Walk:
+    """One step down per turn, all rows together; rows that found no child stand still."""
+
+    tree: TokenTree
+    node: Tensor
+    moving: Tensor
+    bonus: Tensor
+    steps: list[Tensor]
+    num_accepted: Tensor
+
+    @classmethod
+    def at_root(cls, tree: TokenTree) -> Walk:
+        """The beginning."""
+        zeros = torch.zeros_like(tree.tokens[:, 0])
+        return cls(tree, zeros, torch.ones_like(zeros, dtype=torch.bool), zeros, [zeros], zeros)
+
+    def step(self, found: Tensor, child: Tensor, bonus: Tensor) -> bool:
+        """Move the rows that `found` [B] a `child` [B]; the others end with `bonus`. Whether any moved."""
+        moved = self.moving & found
+        self.bonus = torch.where(self.moving & ~found, bonus, self.bonus)
+        self.node = torch.where(moved, child, self.node)
+        self.num_accepted = self.num_accepted + moved.long()
+        self.moving = moved
+        more = bool(moved.any())
+        if more:
+            self.steps.append(self.node)
+        return more
+
+    def accepted(self) -> Accepted:
+        """What was found."""
+        return Accepted(torch.stack(self.steps, 1), self.num_accepted, self.bonus)
+
+
+def accept_coupled(
+    tree: TokenTree,
+    logits_at: LogitsAt,
+    sampling: Sampling,
+    seeds: Tensor,
+    lengths: Tensor,
+    seen: Tensor | None,
+) -> Accepted:
+    """Walk as long as the target's choice is among the children. Only nodes on the way are evaluated.
+
+    lengths [B] is where the root stands in the text; seen [B, V] has the root's token in it already.
+    """
+    walk = Walk.at_root(tree)
+    for depth in range(tree.num_nodes):
+        choice = choose(logits_at(walk.node), sampling, seeds, lengths + depth + 1, seen)
+        matches = (tree.parents == walk.node[:, None]) & (tree.tokens == choice[:, None])
+        matches[:, 0] = False  # the root is nobody's child
+        if not walk.step(matches.any(1), matches.long().argmax(1), choice):
+            break
+        seen = mark(seen, choice)
+    return walk.accepted()
+
+
+def mark(seen: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """`seen` with one more token per row."""
+    return None if seen is None else seen.scatter(1, tokens[:, None], True)

@@ -1,0 +1,1 @@
+"""The decoding methods: ways to propose a tree. Verifying, accepting and committing is the loop's."""

@@ -1,0 +1,195 @@
+"""Drafting with GLIDE: a chain or a tree, level by level, each level one pass of the draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspec.attention import Attention, AttentionPlan
+from longspec.cache import DraftCache, KVCache
+from longspec.decoding.choose import filtered, gumbel
+from longspec.decoding.loop import DecodeState
+from longspec.decoding.rejection import draw_children
+from longspec.decoding.tree import TokenTree, ancestors
+from longspec.models.draft import DraftHead, GlideDraft
+
+
+@dataclass
+class _Level:
+    """The nodes of one depth."""
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+    """Sum of log-probabilities from the root, fp32 [B, n]."""
+
+
+class Glide:
+    """`tree_shape` says how many nodes each depth has; a chain has one each.
+
+    The best nodes of a whole level are kept by cumulative log-probability. For `rejection` (`draws`) that
+    would bias the draw, so each node gets a fixed number of children there, and nothing is pruned.
+    """
+
+    def __init__(
+        self,
+        draft: GlideDraft,
+        head: DraftHead,
+        tree_shape: tuple[int, ...],
+        max_nodes: int | None,
+        draws: bool,
+        name: str,
+    ) -> None:
+        self.name = name
+        self.tree_shape: tuple[int, ...] | None = tree_shape
+        self._shape = tree_shape
+        self._draft, self._head = draft, head
+        self._draws = draws
+        self._max_nodes = max_nodes or sum(tree_shape) + 1
+        self.num_nodes = min(self._max_nodes, sum(tree_shape) + 1)
+        self._layers = draft.config.layers_of(draft.target_config)
+        self.ring: DraftCache | None = None
+
+    def begin(self, state: DecodeState) -> None:
+        """Fill the ring with the last `window` tokens before the root: more than that is never seen."""
+        target, window = state.target, self._draft.config.window
+        self.ring = DraftCache.empty(
+            target.config,
+            self._draft.config,
+            len(state.rows),
+            sum(self._shape) + 1,
+            target.device,
+            target.dtype,
+        )
+        tails = [row.prompt[-window:] for row in state.rows]
+        most = max(map(len, tails))
+        tokens = torch.tensor([tail + [0] * (most - len(tail)) for tail in tails], device=target.device)
+        counts = torch.tensor([len(tail) for tail in tails], device=target.device)
+        self._append(state, tokens, counts, state.cache.lengths)
+
+    def propose(self, state: DecodeState) -> TokenTree:
+        """See `Method.propose`."""
+        assert self.ring is not None, "begin comes first"
+        self._append(state, state.emitted, state.num_emitted, state.cache.lengths + 1)
+        B = len(state.rows)
+        zero = torch.zeros(B, 1, dtype=torch.int64, device=state.roots.device)
+        levels = [_Level(state.roots[:, None], zero, zero.float())]
+        plan = state.target.attention.plan(state.cache.lengths, 1)
+        proposals: list[Tensor] = []
+        for depth in range(len(self._shape)):
+            logits = self._head(self._forward(state, levels, plan))
+            if self._draws:
+                level, q = self._drawn_level(state, levels, logits, depth)
+                proposals.append(q)
+            else:
+                level = self._best_level(state, levels, logits, depth)
+            levels.append(level)
+        tokens = torch.cat([level.tokens for level in levels], 1)
+        parents = torch.cat([level.parents for level in levels], 1)
+        if self._draws:
+            proposals.append(proposals[-1].new_zeros(B, levels[-1].tokens.shape[1], proposals[-1].shape[2]))
+            return TokenTree(tokens, parents, torch.cat(proposals, 1))
+        scores = torch.cat([level.scores for level in levels], 1)
+        return TokenTree(tokens, parents).pruned(scores, self._max_nodes)
+
+    def _append(self, state: DecodeState, tokens: Tensor, counts: Tensor, end: Tensor) -> None:
+        """Bring committed tokens [B, T], the first `counts` [B] that end before `end` [B], into the ring."""
+        assert self.ring is not None
+        offsets = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = ((end - counts)[:, None] + offsets).clamp(min=0)
+        x, rope = _embed(state, tokens, positions)
+        _, k, v = self._draft.project(x, rope)
+        self.ring.append(k, v, positions, offsets < counts[:, None])
+
+    def _forward(self, state: DecodeState, levels: list[_Level], plan: AttentionPlan) -> Tensor:
+        """Hidden states [B, n, E] of the last level. The root's own KV is in the ring already."""
+        assert self.ring is not None
+        level, depth = levels[-1], len(levels) - 1
+        first = sum(one.tokens.shape[1] for one in levels[:-1])
+        positions = (state.cache.lengths + depth)[:, None].expand_as(level.tokens)
+        nodes = None
+        if depth:
+            nodes = ancestors(torch.cat([one.parents for one in levels], 1))[:, first:]
+            nodes[:, :, 0] = False  # the root is seen in the ring
+        attention = _RingAttention(
+            state.target.attention,
+            self.ring,
+            self.ring.sees(positions, nodes),
+            first if depth else None,
+            state.cache,
+            self._layers,
+            plan,
+        )
+        x, rope = _embed(state, level.tokens, positions)
+        return self._draft(x, rope, attention, state.feature[:, None])
+
+    def _best_level(self, state: DecodeState, levels: list[_Level], logits: Tensor, depth: int) -> _Level:
+        """The best children of the last level's nodes, chosen across the whole level."""
+        token_ids = self._head.token_ids
+        if not state.sampling.greedy:
+            # The noise that the target's choice will have: what it makes likely there, it makes likely here.
+            noise = gumbel(state.seeds, state.cache.lengths + depth + 1, token_ids)
+            logits = logits / state.sampling.temperature + noise[:, None].float()
+        width = self._shape[depth]
+        # A draft that computes nan proposes nonsense, which is allowed; the order of its nodes must hold.
+        best = F.log_softmax(logits, -1).nan_to_num(-torch.inf).topk(min(width, logits.shape[-1]), -1)
+        scores = (levels[-1].scores[:, :, None] + best.values).flatten(1)
+        top = scores.topk(min(width, scores.shape[1]), -1)
+        first = sum(one.tokens.shape[1] for one in levels[:-1])
+        parents = first + top.indices // best.indices.shape[-1]
+        return _Level(token_ids[best.indices.flatten(1).gather(1, top.indices)], parents, top.values)
+
+    def _drawn_level(
+        self, state: DecodeState, levels: list[_Level], logits: Tensor, depth: int
+    ) -> tuple[_Level, Tensor]:
+        """The same number of children for each node, drawn from the draft's distribution."""
+        last = levels[-1]
+        B, n = last.tokens.shape
+        whole = logits
+        if self._head.vocab_ids is not None:
+            size = state.target.config.vocab_size
+            whole = logits.new_full((B, n, size), -torch.inf)
+            whole[:, :, self._head.vocab_ids] = logits
+        # The repetition penalty depends on a node's own path; without it q is only a little less alike to p.
+        settings = state.sampling.without_penalty()
+        q = filtered(whole.nan_to_num(0.0, posinf=0.0), settings).softmax(-1)
+        first = sum(one.tokens.shape[1] for one in levels[:-1])
+        nodes = torch.arange(first, first + n, device=q.device)
+        count = max(1, self._shape[depth] // n)
+        tokens, real = draw_children(q, count, state.seeds, state.cache.lengths + depth + 1, nodes)
+        # One that was not drawn must look undrawable: it repeats the first child, which q has lost by then.
+        tokens = torch.where(real, tokens, tokens[:, :, :1])
+        parents = nodes.repeat_interleave(tokens.shape[2]).expand(B, -1)
+        level = _Level(tokens.flatten(1), parents, last.scores.new_zeros(B, parents.shape[1]))
+        return level, q
+
+
+@dataclass(frozen=True)
+class _RingAttention:
+    """The draft's attention while decoding: its ring and tree, and the target's prefix in place."""
+
+    backend: Attention
+    ring: DraftCache
+    sees: Tensor
+    first: int | None
+    """Where in the tree the new nodes go; None for the root, whose KV is in the ring."""
+    cache: KVCache
+    layers: tuple[int, ...]
+    plan: AttentionPlan
+
+    def attend_self(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `DraftAttention.attend_self`."""
+        if self.first is not None:
+            self.ring.put_nodes(self.first, k, v)
+        return self.backend.masked(q, self.ring.keys, self.ring.values, self.sees)[0]
+
+    def attend_cross(self, index: int, q: Tensor) -> Tensor:
+        """See `DraftAttention.attend_cross`. Every node of a round lags so far as to see all the prefix."""
+        return self.backend.prefix(q, *self.cache.layer(self.layers[index]), self.plan)[0]
+
+
+def _embed(state: DecodeState, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    return F.embedding(tokens, state.target.embedding), state.target.rope(positions)

@@ -1,0 +1,96 @@
+"""From what the user asks for to a method that runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longspec.decoding.accept import accept_coupled
+from longspec.decoding.choose import Sampling
+from longspec.decoding.loop import Acceptance, Method
+from longspec.decoding.methods.glide import Glide
+from longspec.decoding.methods.lookup import Lookup
+from longspec.decoding.methods.magicdec import MagicDec
+from longspec.decoding.methods.vanilla import Vanilla
+from longspec.decoding.rejection import accept_rejection
+from longspec.errors import UserError
+from longspec.models.draft import DraftHead, GlideDraft
+
+METHODS = ("auto", "vanilla", "seq", "tree", "magicdec", "lookup")
+ACCEPTANCES = ("coupled", "rejection")
+DEFAULT_TREE = (4, 16, 16, 16, 16)
+MOST_NODES = 512
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """A method and its sizes; those that do not concern it are ignored."""
+
+    method: str = "auto"
+    gamma: int = 4
+    """Chain length of seq, magicdec and lookup."""
+    tree_shape: tuple[int, ...] = DEFAULT_TREE
+    """Nodes per depth of tree."""
+    max_nodes: int | None = None
+    """Keep only the best nodes of a drafted tree, the root counted; None keeps all."""
+    acceptance: str = "coupled"
+    sinks: int = 4
+    window: int = 512
+    """What magicdec's draft sees of the prefix: its first and its last entries."""
+    max_ngram: int = 3
+    """Longest run of tokens that lookup matches."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise UserError(f"method {self.method!r} is unknown; there are: {', '.join(METHODS)}")
+        if self.acceptance not in ACCEPTANCES:
+            raise UserError(f"acceptance {self.acceptance!r} is unknown; there are: {', '.join(ACCEPTANCES)}")
+        if not 1 <= self.gamma < MOST_NODES:
+            raise UserError(f"gamma is {self.gamma}; it must lie between 1 and {MOST_NODES - 1}")
+        if not self.tree_shape or min(self.tree_shape) < 1:
+            raise UserError(
+                f"tree_shape is {list(self.tree_shape)}; give at least one depth, each of at least one node"
+            )
+        if sum(self.tree_shape) >= MOST_NODES:
+            raise UserError(
+                f"tree_shape {list(self.tree_shape)} has {sum(self.tree_shape) + 1} nodes with its root; "
+                f"at most {MOST_NODES} are allowed"
+            )
+        if self.max_nodes is not None and self.max_nodes < 2:
+            raise UserError(f"max_nodes is {self.max_nodes}; it must be at least 2: the root and one more")
+        if self.sinks < 0:
+            raise UserError(f"sinks is {self.sinks}; it must be 0 or more")
+        if self.window < 1:
+            raise UserError(f"window is {self.window}; it must be at least 1")
+        if self.max_ngram < 1:
+            raise UserError(f"max_ngram is {self.max_ngram}; it must be at least 1")
+
+
+def make_method(
+    options: MethodOptions, sampling: Sampling, draft: tuple[GlideDraft, DraftHead] | None
+) -> tuple[Method, Acceptance]:
+    """The method, and the rule by which its proposals are accepted. "auto" must be settled before."""
+    # Greedy, both criteria are one: the target's choice is certain.
+    draws = options.acceptance == "rejection" and not sampling.greedy
+    acceptance: Acceptance = accept_rejection if draws else accept_coupled
+    return _make(options, draft, draws), acceptance
+
+
+def _make(options: MethodOptions, draft: tuple[GlideDraft, DraftHead] | None, draws: bool) -> Method:
+    if options.method == "vanilla":
+        return Vanilla()
+    if options.method == "lookup":
+        return Lookup(options.gamma, options.max_ngram, min(2, options.max_ngram))
+    if options.method == "magicdec":
+        return MagicDec(options.gamma, options.sinks, options.window, draws)
+    assert options.method in ("seq", "tree"), options.method
+    if draft is None:
+        raise UserError(
+            f"method {options.method!r} needs a draft; name one (--draft), or use lookup, which needs none"
+        )
+    shape = (1,) * options.gamma if options.method == "seq" else options.tree_shape
+    limit = draft[0].config.max_lag
+    if len(shape) > limit:
+        raise UserError(
+            f"a depth of {len(shape)} is asked for, but the draft was trained to draft {limit} deep"
+        )
+    return Glide(*draft, shape, options.max_nodes, draws, options.method)

@@ -1,0 +1,21 @@
+"""Vanilla decoding: nothing is proposed, and each round emits the target's next choice."""
+
+from __future__ import annotations
+
+from longspec.decoding.loop import DecodeState
+from longspec.decoding.tree import TokenTree
+
+
+class Vanilla:
+    """A tree of the root alone."""
+
+    name = "vanilla"
+    num_nodes = 1
+    tree_shape: tuple[int, ...] | None = None
+
+    def begin(self, state: DecodeState) -> None:
+        """See `Method.begin`."""
+
+    def propose(self, state: DecodeState) -> TokenTree:
+        """See `Method.propose`."""
+        return TokenTree.chain(state.roots[:, None])

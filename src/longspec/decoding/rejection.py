@@ -1,0 +1,112 @@
+"""The standard acceptance criterion: it keeps the target's distribution, not the tokens of a seed.
+
+A child c drawn from q is accepted with probability min(1, p(c) / q(c)). If it is rejected, p becomes the
+normalised positive part of p - q, c leaves q (children are drawn without replacement), and the next child
+is tried; when none is left the token is drawn from what p has become. A child that was certain to be
+proposed is the case where q has all its mass on c.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longspec.decoding.accept import Accepted, LogitsAt, Walk, mark
+from longspec.decoding.choose import Sampling, derived, filtered, gumbel, uniform
+from longspec.decoding.tree import TokenTree
+
+# Streams of noise: none may depend on another, nor on the one that coupled choices use.
+_DRAW, _ACCEPT, _BONUS = 1, 2, 3
+
+
+def draw_children(
+    q: Tensor, num_children: int, seeds: Tensor, positions: Tensor, nodes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tokens drawn without replacement from q [B, n, V], in order: int64 [B, n, num_children].
+
+    nodes [n] are the parents' indices in the tree, which keep their draws apart. The second result tells
+    which of them are real: a q of fewer tokens than children has no more to give.
+    """
+    B, n, V = q.shape
+    tokens = torch.arange(V, device=q.device)
+    streams = derived(derived(seeds, _DRAW)[:, None], nodes).flatten()
+    noise = gumbel(streams, positions[:, None].expand(B, n).flatten(), tokens).view(B, n, V)
+    # Adding Gumbel noise and sorting is drawing one by one without replacement.
+    top = (q.double().log() + noise).topk(min(num_children, V), -1)
+    return top.indices, torch.isfinite(top.values)
+
+
+def accept_rejection(
+    tree: TokenTree,
+    logits_at: LogitsAt,
+    sampling: Sampling,
+    seeds: Tensor,
+    lengths: Tensor,
+    seen: Tensor | None,
+) -> Accepted:
+    """As `accept_coupled`, by the rule above."""
+    walk = Walk.at_root(tree)
+    children = child_table(tree.parents)
+    rows = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)
+    for depth in range(tree.num_nodes):
+        positions = lengths + depth + 1
+        p = filtered(logits_at(walk.node), sampling, seen).double().softmax(-1)
+        q = None if tree.proposals is None else tree.proposals[rows, walk.node].double()
+        found = torch.zeros_like(walk.moving)
+        goal = walk.node
+        for child in children[rows, walk.node].unbind(1):
+            there = (child >= 0) & ~found
+            token = tree.tokens.gather(1, child.clamp(min=0)[:, None])[:, 0]
+            luck = uniform(derived(seeds, _ACCEPT), positions, child)
+            drawn, lucky = there & proposed(q, token), accepts(p, q, token, luck)
+            goal = torch.where(drawn & lucky, child, goal)
+            found = found | (drawn & lucky)
+            refused = (drawn & ~lucky)[:, None]
+            p = torch.where(refused, residual(p, q, token), p)
+            if q is not None:
+                q = torch.where(refused, without(q, token), q)
+        noise = gumbel(derived(seeds, _BONUS), positions, torch.arange(p.shape[1], device=p.device))
+        bonus = (p.log() + noise).argmax(-1)
+        if not walk.step(found, goal, bonus):
+            break
+        seen = mark(seen, tree.tokens.gather(1, walk.node[:, None])[:, 0])
+    return walk.accepted()
+
+
+def proposed(q: Tensor | None, token: Tensor) -> Tensor:
+    """Whether the token could have been drawn at all, bool [B]."""
+    return torch.ones_like(token, dtype=torch.bool) if q is None else _at(q, token) > 0
+
+
+def accepts(p: Tensor, q: Tensor | None, token: Tensor, luck: Tensor) -> Tensor:
+    """Whether `luck` [B], uniform on (0, 1), lets the token pass, bool [B]."""
+    return luck < _at(p, token) if q is None else luck * _at(q, token) < _at(p, token)
+
+
+def residual(p: Tensor, q: Tensor | None, token: Tensor) -> Tensor:
+    """What is left of p [B, V] once the token was refused."""
+    left = p.scatter(1, token[:, None], 0.0) if q is None else (p - q).clamp(min=0)
+    total = left.sum(1, keepdim=True)
+    # Where nothing is left, the refusal had probability 0 and was a matter of rounding.
+    return torch.where(total > 0, left / total.clamp(min=torch.finfo(p.dtype).tiny), p)
+
+
+def without(q: Tensor, token: Tensor) -> Tensor:
+    """q [B, V] after the token was drawn: it cannot be drawn again."""
+    left = q.scatter(1, token[:, None], 0.0)
+    return left / left.sum(1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+
+
+def child_table(parents: Tensor) -> Tensor:
+    """The children of each node in their order, int64 [B, N, C], -1 where there are no more."""
+    N = parents.shape[1]
+    nodes = torch.arange(N, device=parents.device)
+    is_child = (parents[:, None, :] == nodes[None, :, None]) & (nodes > 0)
+    most = max(1, int(is_child.sum(-1).max()))
+    # Sorting puts the children, by number, before the rest.
+    order = torch.where(is_child, nodes, N).sort(-1).values[:, :, :most]
+    return torch.where(order < N, order, -1)
+
+
+def _at(distribution: Tensor, token: Tensor) -> Tensor:
+    return distribution.gather(1, token[:, None])[:, 0]

@@ -1,0 +1,68 @@
+"""The token tree: what a round proposes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Proposed tokens of B rows as nodes of a tree each. Node 0 is the root, the newest emitted token.
+
+    Rows may have less to propose than others: they are filled up with any nodes whatever, for a node that
+    is not the target's choice costs nothing but its verification, and one that is, is right.
+    """
+
+    tokens: Tensor
+    """int64 [B, N]"""
+    parents: Tensor
+    """The parent of each node, int64 [B, N], always before its children; the root's is itself."""
+    proposals: Tensor | None = None
+    """For `rejection`: the distribution that each node's children were drawn from, fp32 [B, N, V], drawn
+    without replacement in the nodes' order. None: each child was certain to be proposed."""
+
+    @classmethod
+    def chain(cls, tokens: Tensor, proposals: Tensor | None = None) -> TokenTree:
+        """Each node the only child of the one before."""
+        parents = (torch.arange(tokens.shape[1], device=tokens.device) - 1).clamp(min=0)
+        return cls(tokens, parents.expand_as(tokens), proposals)
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the root included."""
+        return self.tokens.shape[1]
+
+    def sees(self) -> Tensor | None:
+        """Which nodes each node sees, itself and its ancestors, bool [B, N, N]; None for a lone root."""
+        if self.num_nodes == 1:
+            return None
+        return ancestors(self.parents)
+
+    def pruned(self, scores: Tensor, max_nodes: int) -> TokenTree:
+        """The `max_nodes` nodes of the best scores [B, N], the root among them.
+
+        No score may exceed its parent's, so that the best nodes are a tree again.
+        """
+        if max_nodes >= self.num_nodes:
+            return self
+        order = scores.sort(dim=1, descending=True, stable=True).indices[:, :max_nodes]
+        kept = order.sort(dim=1).values
+        places = torch.zeros_like(self.tokens)
+        places.scatter_(1, kept, torch.arange(max_nodes, device=kept.device).expand_as(kept))
+        return TokenTree(self.tokens.gather(1, kept), places.gather(1, self.parents.gather(1, kept)))
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """Each node with its ancestors, bool [B, N, N], from parents [B, N]."""
+    B, N = parents.shape
+    sees = torch.eye(N, dtype=torch.bool, device=parents.device).expand(B, N, N)
+    # After each turn a node has its ancestors up to twice the distance, and `parents` jumps as far.
+    reach = 1
+    while reach < N:
+        sees = sees | sees.gather(1, parents[:, :, None].expand(B, N, N))
+        parents = parents.gather(1, parents)
+        reach *= 2
+    return sees

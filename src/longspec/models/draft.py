@@ -1,0 +1,131 @@
+"""The draft: one decoder layer that also reads the target's KV cache (GLIDE)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from longspec.config import DraftConfig, ModelConfig
+from longspec.errors import UserError
+from longspec.models.layers import FeedForward, Linear, PackedLinear, RMSNorm
+from longspec.models.rope import rotate
+from longspec.models.target import Transformer
+
+
+class DraftAttention(Protocol):
+    """Where the draft's queries look. Decoding and training bring their own."""
+
+    def attend_self(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend to the draft's own window, to which the keys and values [B, T, K, D] given are new."""
+        ...
+
+    def attend_cross(self, index: int, q: Tensor) -> Tensor:
+        """Attend to the target's KV of `cross_layers[index]`, as far as the queries' lag allows."""
+        ...
+
+
+class GlideDraft(nn.Module):
+    """Self-attention over its own tokens, cross-attention over the target's cache, feed-forward.
+
+    It has neither embedding nor head: both are the target's. Its keys and values depend on token and
+    position alone, for what depends on the target's progress enters only behind self-attention; so what
+    its cache holds can never be stale.
+    """
+
+    vocab_ids: Tensor
+
+    def __init__(self, target: ModelConfig, config: DraftConfig) -> None:
+        super().__init__()
+        self.target_config, self.config = target, config
+        E, D = target.hidden_size, target.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = target.num_heads, target.num_kv_heads, D
+        self.num_cross = len(config.layers_of(target))
+        num_qkv = (target.num_heads + 2 * target.num_kv_heads) * D
+        self.self_norm = RMSNorm(E, target.rms_eps)
+        self.qkv = Linear(E, num_qkv, config.qkv_bias)
+        self.self_output = Linear(target.num_heads * D, E)
+        self.feature = Linear(E, E) if config.use_feature else None
+        self.cross_norm = RMSNorm(E, target.rms_eps)
+        self.cross_q = Linear(E, self.num_cross * target.num_heads * D, config.qkv_bias)
+        self.cross_output = Linear(self.num_cross * target.num_heads * D, E)
+        self.ffn_norm = RMSNorm(E, target.rms_eps)
+        self.ffn = FeedForward(target)
+        self.final_norm = RMSNorm(E, target.rms_eps) if config.final_norm else None
+        if config.draft_vocab > target.vocab_size:
+            raise UserError(
+                f"draft_vocab {config.draft_vocab} exceeds the target's {target.vocab_size} tokens"
+            )
+        ids = torch.arange(config.draft_vocab)
+        self.register_buffer("vocab_ids", ids if config.draft_vocab else None)
+
+    def initialise(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
+        """Fresh weights: small normal matrices, zero biases, unit norms."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                nn.init.normal_(module.weight, std=std, generator=generator)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of self-attention for embedded tokens x [B, T, E]."""
+        heads = self.qkv(self.self_norm(x)).view(*x.shape[:2], -1, self.head_dim)
+        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), 2)
+        q, k = rotate(qk, *rope).split((self.num_heads, self.num_kv_heads), 2)
+        return q, k, v
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attention: DraftAttention,
+        feature: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [B, T, E] for the head, of embedded tokens x [B, T, E].
+
+        `feature` [B, T or 1, E] is the target's final hidden state at each query's newest verified token.
+        """
+        B, T, _ = x.shape
+        out = attention.attend_self(*self.project(x, rope))
+        x = x + self.self_output(out.reshape(B, T, -1))
+        if self.feature is not None:
+            assert feature is not None, "this draft needs the target's hidden state"
+            x = x + self.feature(feature)
+        queries = self.cross_q(self.cross_norm(x)).view(B, T, self.num_cross * self.num_heads, self.head_dim)
+        per_layer = rotate(queries, *rope).split(self.num_heads, 2)
+        outs = [attention.attend_cross(index, q) for index, q in enumerate(per_layer)]
+        x = x + self.cross_output(torch.cat(outs, 2).reshape(B, T, -1))
+        x = x + self.ffn(self.ffn_norm(x))
+        return x if self.final_norm is None else self.final_norm(x)
+
+
+class DraftHead(nn.Module):
+    """The target's head for the draft: the whole of it, or the rows that the draft's vocabulary keeps."""
+
+    def __init__(self, target: Transformer, vocab_ids: Tensor | None) -> None:
+        super().__init__()
+        self._target = (target,)  # in a tuple, so that it does not become a part of this module
+        self.vocab_ids = vocab_ids
+        self.rows: nn.Module | None = None
+        if vocab_ids is None:
+            return
+        weight = target.head.weight
+        plain = weight.to_dense() if weight.is_mkldnn else weight
+        rows = Linear(plain.shape[1], len(vocab_ids))
+        rows.weight = nn.Parameter(plain.detach()[vocab_ids.to(plain.device)], requires_grad=False)
+        self.rows = PackedLinear(rows) if PackedLinear.supports(rows) else rows
+
+    @property
+    def token_ids(self) -> Tensor:
+        """The token of each score, int64 [V']."""
+        if self.vocab_ids is not None:
+            return self.vocab_ids
+        target = self._target[0]
+        return torch.arange(target.config.vocab_size, device=target.device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Scores [..., V'] in fp32."""
+        return self._target[0].logits(hidden) if self.rows is None else self.rows(hidden).float()

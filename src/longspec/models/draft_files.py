@@ -1,0 +1,240 @@
+"""A draft on disk: a folder with config.json and model.safetensors, or the published forms."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspec.config import DraftConfig
+from longspec.errors import UserError
+from longspec.models.draft import GlideDraft
+from longspec.models.files import read_json
+from longspec.models.target import Transformer
+
+ARCHITECTURE = "glide"
+# The published code lets a query see 512 positions back and its own, and drafts as deep as it is told to.
+PUBLISHED = DraftConfig(window=513, max_lag=64)
+PUBLISHED_FILE = "draft_model_weights.pth"
+_SAMPLES = 256
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a draft remembers of the target it was trained for."""
+
+    shape: dict[str, Any]
+    dtype: str
+    weights: list[float]
+
+    @classmethod
+    def of(cls, target: Transformer) -> Fingerprint:
+        """A target's shape, and values spread over its embedding and norms."""
+        shape = {
+            name: getattr(target.config, name)
+            for name in (
+                *("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),
+                *("num_kv_heads", "head_dim"),
+            )
+        }
+        norms = [weight for name, weight in target.named_parameters() if name.endswith("norm.weight")]
+        samples = [_spread(target.embedding, _SAMPLES), *(_spread(norm, 8) for norm in norms)]
+        dtype = str(target.dtype).removeprefix("torch.")
+        return cls(shape, dtype, torch.cat(samples).float().tolist())
+
+    def same_weights(self, other: Fingerprint) -> bool:
+        """Whether the sampled values agree, as far as the coarser of the two types can tell."""
+        steps = {"float32": 1e-6, "float16": 2**-10, "bfloat16": 2**-7}
+        step = max(steps.get(self.dtype, 2**-7), steps.get(other.dtype, 2**-7))
+        if len(self.weights) != len(other.weights):
+            return False
+        ours, theirs = torch.tensor(self.weights), torch.tensor(other.weights)
+        return torch.allclose(ours, theirs, rtol=step, atol=1e-6)
+
+
+def _spread(weight: Tensor, count: int) -> Tensor:
+    flat = weight.detach().flatten()
+    return flat[torch.linspace(0, len(flat) - 1, count, device=flat.device, dtype=torch.float64).long()]
+
+
+@dataclass(frozen=True)
+class LoadedDraft:
+    """A draft with what its folder says of it."""
+
+    draft: GlideDraft
+    target_name: str | None
+    acceptance: dict[str, Any]
+    """Measured acceptance, from which `auto` plans; empty where nobody measured it."""
+
+
+def published_names(config: DraftConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Our parameter names, each with the published names whose rows it joins; used to read and to write."""
+    kinds = ("weight", "bias") if config.qkv_bias else ("weight",)
+    for kind in kinds:
+        yield f"qkv.{kind}", tuple(f"self_attn.{name}_proj.{kind}" for name in "qkv")
+        yield f"cross_q.{kind}", (f"cross_attn.q_proj.{kind}",)
+    yield "self_output.weight", ("self_attn.o_proj.weight",)
+    yield "cross_output.weight", ("cross_attn.o_proj.weight",)
+    yield "ffn.gate_up.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+    yield "ffn.down.weight", ("mlp.down_proj.weight",)
+    yield "self_norm.weight", ("input_layernorm.weight",)
+    yield "cross_norm.weight", ("post_self_attention_layernorm.weight",)
+    yield "ffn_norm.weight", ("post_cross_attention_layernorm.weight",)
+    if config.use_feature:
+        yield "feature.weight", ("feature_proj.weight",)
+    if config.final_norm:
+        yield "final_norm.weight", ("norm.weight",)
+    if config.draft_vocab:
+        yield "vocab_ids", ("vocab_ids",)
+
+
+def draft_tensors(draft: GlideDraft) -> dict[str, Tensor]:
+    """The draft's weights under the published names."""
+    named = dict(draft.named_parameters()) | dict(draft.named_buffers())
+    target = draft.target_config
+    heads, kv_heads = target.num_heads * target.head_dim, target.num_kv_heads * target.head_dim
+    tensors: dict[str, Tensor] = {}
+    for ours, theirs in published_names(draft.config):
+        sizes = [heads, kv_heads, kv_heads] if len(theirs) == 3 else len(theirs) * [-1]
+        whole = named[ours].detach()
+        parts = whole.split(sizes) if len(theirs) == 3 else whole.chunk(len(theirs))
+        tensors |= {name: part.contiguous().cpu() for name, part in zip(theirs, parts, strict=True)}
+    return tensors
+
+
+def save_draft(
+    draft: GlideDraft,
+    folder: Path,
+    fingerprint: Fingerprint,
+    target_name: str,
+    acceptance: dict[str, Any] | None = None,
+) -> None:
+    """Write the folder; each file appears whole or not at all."""
+    from safetensors.torch import save
+
+    config = {
+        "architecture": ARCHITECTURE,
+        "target": target_name,
+        "fingerprint": asdict(fingerprint),
+        "draft": asdict(draft.config),
+        "acceptance": acceptance or {},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "model.safetensors", save(draft_tensors(draft), {"format": "pt"}))
+    _write(folder / "config.json", json.dumps(config, indent=1).encode())
+
+
+def _write(path: Path, data: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def load_draft(path: Path, target: Transformer, target_name: str) -> LoadedDraft:
+    """Read a draft for this target from one of our folders, a published one, or a bare .pth file."""
+    raw: dict[str, Any] = {}
+    if path.is_dir() and (path / "config.json").is_file():
+        raw = read_json(path / "config.json")
+    ours = raw.get("architecture") == ARCHITECTURE
+    if ours:
+        _check_target(path, raw, target, target_name)
+    config = _read_config(path, raw["draft"]) if ours else PUBLISHED
+    tensors = _read_tensors(path)
+    draft = _build(path, tensors, config, target)
+    for name, tensor in draft.named_parameters():
+        if not torch.isfinite(tensor).all():
+            warnings.warn(
+                f"the draft {path} has values that are not finite in {name}: answers stay right, but slow",
+                stacklevel=2,
+            )
+            break
+    return LoadedDraft(draft, raw.get("target") if ours else None, raw.get("acceptance") or {})
+
+
+def _check_target(path: Path, raw: dict[str, Any], target: Transformer, target_name: str) -> None:
+    try:
+        known = Fingerprint(**raw["fingerprint"])
+    except (KeyError, TypeError) as error:
+        raise UserError(f"the draft {path} has no usable fingerprint in its config.json") from error
+    here = Fingerprint.of(target)
+    trained_for = raw.get("target") or "another target"
+    for name, value in here.shape.items():
+        if known.shape.get(name) != value:
+            raise UserError(
+                f"the draft {path} was trained for {trained_for}, not for {target_name}: "
+                f"{name} is {known.shape.get(name)} there and {value} here"
+            )
+    if not known.same_weights(here):
+        warnings.warn(
+            f"the draft {path} was trained for {trained_for}; {target_name} has the same shape but other "
+            "weights: answers stay right, but fewer tokens may be accepted",
+            stacklevel=2,
+        )
+
+
+def _read_config(path: Path, raw: Any) -> DraftConfig:
+    names = {field.name for field in fields(DraftConfig)}
+    unknown = next((name for name in raw if name not in names), None)
+    if unknown is not None:
+        raise UserError(
+            f"the draft {path} needs {unknown!r}, which this version does not know; update longspec"
+        )
+    return DraftConfig(**(raw | {"cross_layers": tuple(raw.get("cross_layers", (-1,)))}))
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a folder or a file, wherever they lie in it."""
+    file = path
+    if path.is_dir():
+        candidates = ("model.safetensors", PUBLISHED_FILE, "pytorch_model.bin")
+        found = next((path / name for name in candidates if (path / name).is_file()), None)
+        if found is None:
+            raise UserError(f"the draft folder {path} has none of {', '.join(candidates)}")
+        file = found
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            tensors = load_file(file)
+        else:
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file makes both readers raise what they like
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"cannot read the draft {file}: {reason}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise UserError(f"cannot read the draft {file}: it is not a table of tensors")
+    return {name.removeprefix("draft_model."): tensor for name, tensor in tensors.items()}
+
+
+def _build(path: Path, tensors: dict[str, Tensor], config: DraftConfig, target: Transformer) -> GlideDraft:
+    draft = GlideDraft(target.config, config)
+    state = {}
+    for ours, theirs in published_names(config):
+        missing = next((name for name in theirs if name not in tensors), None)
+        if missing is not None:
+            raise UserError(f"the draft {path} has no weight {missing!r}")
+        state[ours] = torch.cat([tensors[name] for name in theirs])
+        expected = draft.state_dict()[ours].shape
+        if state[ours].shape != expected:
+            raise UserError(
+                f"the draft {path} does not fit the target: {theirs[0]!r} gives shape "
+                f"{tuple(state[ours].shape)} where {tuple(expected)} is needed"
+            )
+    draft.load_state_dict(state)
+    return draft.to(device=target.device, dtype=target.dtype)

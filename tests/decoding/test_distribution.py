@@ -1,0 +1,162 @@
+"""Sampling keeps the target's distribution, by either criterion; a wrong rule is caught."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from longspec.attention.reference import ReferenceAttention
+from longspec.config import DraftConfig
+from longspec.decoding import rejection
+from longspec.decoding.choose import Sampling
+from longspec.decoding.loop import decode, start
+from longspec.decoding.methods.make import MethodOptions, make_method
+from longspec.decoding.row import Row
+from longspec.models.draft import DraftHead, GlideDraft
+from longspec.models.target import Transformer
+from tests.decoding.scripted import tiny_target
+
+V, PLACES, SAMPLES, ROWS = 7, 3, 40_000, 2_000
+PROMPT = [3, 1, 4, 1, 5]
+UNLIKELY = 1e-4
+SAMPLING = Sampling(temperature=0.8, top_p=0.97)
+
+
+def target_and_draft() -> tuple[Transformer, tuple[GlideDraft, DraftHead]]:
+    target = tiny_target(seed=5, vocab_size=V)
+    target.attention = ReferenceAttention()  # takes thousands of rows at once
+    draft = GlideDraft(target.config, DraftConfig(window=4, max_lag=4))
+    draft.initialise(torch.Generator().manual_seed(1), std=0.5)
+    return target, (draft.requires_grad_(False), DraftHead(target, None))
+
+
+def samples(options: MethodOptions) -> Tensor:
+    """SAMPLES answers of PLACES tokens each, to one prompt, under as many seeds."""
+    target, draft = target_and_draft()
+    found = []
+    for first in range(0, SAMPLES, ROWS):
+        rows = [Row(PROMPT, first + row, PLACES) for row in range(ROWS)]
+        method, acceptance = make_method(options, SAMPLING, draft)
+        cache = target.new_cache(ROWS, len(PROMPT) + PLACES + method.num_nodes)
+        # One prefill serves all: the rows have the same prompt.
+        state = start(target, cache, rows, SAMPLING)
+        for _ in decode(state, method, acceptance):
+            pass
+        found += [row.tokens for row in rows]
+    return torch.tensor(found)
+
+
+def exact() -> Tensor:
+    """The target's probability of each answer, [V, V, V]."""
+    target, _ = target_and_draft()
+    table = torch.zeros(V, V, V, dtype=torch.float64)
+    from longspec.decoding.choose import filtered
+
+    with torch.inference_mode():
+        for answer in itertools.product(range(V), repeat=PLACES):
+            cache = target.new_cache(1, 16)
+            hidden = target(torch.tensor([[*PROMPT, *answer[:-1]]]), cache)
+            logits = target.logits(hidden[0, len(PROMPT) - 1 :])
+            p = filtered(logits, SAMPLING).double().softmax(-1)
+            table[answer] = p[range(PLACES), answer].prod()
+    return table
+
+
+def p_values(answers: Tensor) -> list[float]:
+    """Chi-square of each place's tokens, and of whole answers."""
+    truth = exact()
+    values = []
+    codes = (answers * torch.tensor([V * V, V, 1])).sum(1)
+    for observed, expected in (
+        *(
+            (answers[:, i].bincount(minlength=V), truth.sum([j for j in range(3) if j != i]))
+            for i in range(3)
+        ),
+        (codes.bincount(minlength=V**3), truth.flatten()),
+    ):
+        wanted = expected * len(answers)
+        common = wanted >= 5
+        counts = torch.cat((observed[common], observed[~common].sum()[None])).double()
+        wanted = torch.cat((wanted[common], wanted[~common].sum()[None]))
+        keep = wanted > 0
+        assert counts[~keep].sum() == 0, "something impossible was said"
+        values.append(float(stats.chisquare(counts[keep].numpy(), wanted[keep].numpy()).pvalue))
+    return values
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "chain": {"method": "seq", "gamma": 2},
+    "tree": {"method": "tree", "tree_shape": (2, 4)},
+    "magicdec": {"method": "magicdec", "gamma": 2, "sinks": 1, "window": 2},
+    "lookup": {"method": "lookup", "gamma": 2, "max_ngram": 1},
+}
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize("name", METHODS)
+def test_the_targets_distribution_is_kept(name: str, acceptance: str) -> None:
+    answers = samples(MethodOptions(**METHODS[name], acceptance=acceptance))
+    assert min(p_values(answers)) > UNLIKELY
+
+
+@pytest.mark.parametrize("name", ["chain", "tree"])
+def test_a_wrong_rule_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing the bonus from p instead of from what p has become is the classic mistake."""
+    monkeypatch.setattr(rejection, "residual", lambda p, q, token: p)
+    answers = samples(MethodOptions(**METHODS[name], acceptance="rejection"))
+    assert min(p_values(answers)) < UNLIKELY
+
+
+def outcome(p: Tensor, q: Tensor | None, drawn: tuple[int, ...]) -> Tensor:
+    """The distribution of the emitted token, given which children were drawn, by the module's own steps."""
+    emitted = torch.zeros(p.shape[1], dtype=torch.float64)
+    reach = 1.0
+    for child in drawn:
+        token = torch.tensor([child])
+        if not bool(rejection.proposed(q, token)):
+            continue
+        chance = float(p[0, child]) if q is None else min(1.0, float(p[0, child] / q[0, child]))
+        for luck in (chance - 1e-9, chance + 1e-9):
+            if 0 < luck < 1:
+                assert bool(rejection.accepts(p, q, token, torch.tensor([luck]).double())) == (luck < chance)
+        emitted[child] += reach * chance
+        reach *= 1 - chance
+        p, q = rejection.residual(p, q, token), None if q is None else rejection.without(q, token)
+    return emitted + reach * p[0]
+
+
+@pytest.mark.parametrize("num_children", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_outcome_of_a_toy_tree_adds_up_to_the_target(num_children: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    p = torch.rand(1, 4, generator=generator, dtype=torch.float64).pow(3)
+    q = torch.rand(1, 4, generator=generator, dtype=torch.float64).pow(2)
+    if seed % 2:
+        p[0, seed % 4] = 0
+    if seed % 3 == 0:
+        q[0, (seed + 1) % 4] = 0
+    p, q = p / p.sum(), q / q.sum()
+    total = torch.zeros(4, dtype=torch.float64)
+    for drawn in itertools.permutations(range(4), num_children):
+        chance, left = 1.0, q
+        for child in drawn:
+            chance *= float(left[0, child])
+            left = rejection.without(left, torch.tensor([child])) if float(left[0, child]) else left
+        if chance:
+            total += chance * outcome(p, q, drawn)
+        elif num_children == 4 and int((q > 0).sum()) == 3 and float(q[0, drawn[-1]]) == 0:
+            # q ran out before the children did: the last one was never drawn
+            prefix = 1.0
+            left = q
+            for child in drawn[:-1]:
+                prefix *= float(left[0, child])
+                left = rejection.without(left, torch.tensor([child]))
+            total += prefix * outcome(p, q, drawn[:-1])
+    torch.testing.assert_close(total, p[0], atol=1e-12, rtol=0)
+    for certain in itertools.permutations(range(4), num_children):
+        torch.testing.assert_close(outcome(p, None, certain), p[0], atol=1e-12, rtol=0)

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from longspec import LongSpec
 from longspec.hub import DEFAULT_TARGET, resolve
@@ -24,3 +27,31 @@ def smollm2(_loaded: LongSpec) -> LongSpec:
     """The default target in fp32 on the CPU, holding nothing of earlier requests."""
     _loaded.reset()
     return _loaded
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama so small that a request takes milliseconds, with the default target's tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        eos_token_id=2,
+        initializer_range=0.5,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(smollm2_folder / name, folder)
+    return folder
+
+
+@pytest.fixture
+def tiny(tiny_folder: Path) -> LongSpec:
+    """That one, loaded; greedy and on the CPU."""
+    return LongSpec.from_pretrained(str(tiny_folder), dtype="float32", device="cpu")

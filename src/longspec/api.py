@@ -133,7 +133,7 @@ class Stream:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._pieces = self._iterate()
+        self._pieces = _pieces(request)
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
@@ -156,16 +156,18 @@ class Stream:
         """The answer so far, or whole once the stream is at its end."""
         return self._request.results()[0]
 
-    def _iterate(self) -> Generator[str]:
-        given = 0
-        try:
-            for _ in self._request.turns():
-                text = self._request.texts[0].text
-                if len(text) > given:
-                    piece, given = text[given:], len(text)
-                    yield piece
-        finally:
-            self._request.close()
+
+def _pieces(request: Request) -> Generator[str]:
+    """A stream's text. It knows nothing of the stream, so that one nobody holds any more is freed at once."""
+    given = 0
+    try:
+        for _ in request.turns():
+            text = request.texts[0].text
+            if len(text) > given:
+                piece, given = text[given:], len(text)
+                yield piece
+    finally:
+        request.close()
 
 
 def prepare_draft(draft: GlideDraft, target: Transformer) -> tuple[GlideDraft, DraftHead]:

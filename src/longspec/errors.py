@@ -1,4 +1,11 @@
-"""The one exception type that users are meant to read."""
+"""The one exception type that users are meant to read, and the checks that many places share."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 
 class UserError(ValueError):
@@ -6,3 +13,30 @@ class UserError(ValueError):
 
     The command line prints it without a traceback and exits with code 2.
     """
+
+
+@contextlib.contextmanager
+def naming(source: object) -> Iterator[None]:
+    """Put where a bad value stands, such as a file, in front of what is said about it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+
+
+def whole_number(name: str, value: Any) -> int:
+    """The value as an int; any library's integers will do, and nothing else."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise UserError(f"{name} is {value!r}; a whole number is needed") from None
+
+
+def whole_numbers(name: str, values: Any) -> list[int]:
+    """The same for a list or an array of them."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise UserError(f"{name} is {values!r}; a list of whole numbers is needed")
+    return [whole_number(f"one of {name}", value) for value in values]

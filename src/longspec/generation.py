@@ -13,7 +13,7 @@ class Generation:
     text: str
     token_ids: list[int]
     finish_reason: str
-    """"eos", "stop" (a stop string came), "length", or "closed" (the stream was closed)."""
+    """"eos", "stop" (a stop string came), "length", "closed" (the stream was closed) or "running"."""
     seed: int
     prompt_tokens: int
     prefilled_tokens: int

@@ -13,7 +13,7 @@ from longspec.decoding.loop import DecodeState, decode, start
 from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.reuse import PrefixStore
 from longspec.decoding.row import Row
-from longspec.errors import UserError
+from longspec.errors import UserError, whole_number, whole_numbers
 from longspec.generation import Generation
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.target import Transformer
@@ -35,8 +35,10 @@ class Options(TypedDict, total=False):
     repetition_penalty: float | None
     seed: int | Sequence[int] | None
     """One per row, or one from which row i gets `seed + i`; None draws one, and the result tells it."""
-    stop: str | Sequence[str]
+    stop: str | Sequence[str] | None
     """Strings that end an answer; they are not part of it."""
+    eos_ids: Sequence[int] | None
+    """Tokens that end an answer, instead of the model's own; with none of them only its length does."""
     raw: bool
     """Whether texts skip the chat template."""
     method: str
@@ -69,49 +71,58 @@ class Request:
     """Runs turn by turn; `close` gives the cache back, finished or not."""
 
     def __init__(self, engine: Engine, prompts: Sequence[Prompt], options: Options) -> None:
-        unknown = next((name for name in options if name not in Options.__annotations__), None)
-        if unknown is not None:
-            raise UserError(f"option {unknown!r} is unknown; there are: {', '.join(Options.__annotations__)}")
+        settings = read_options(options)
         if not prompts:
             raise UserError("there are no prompts; give at least one")
         self._engine = engine
-        self._sampling = _sampling(engine.defaults, options)
-        chosen = method_options(options)
+        self._sampling = Sampling(**(vars(engine.defaults) | settings.sampling))
+        chosen = settings.method
         if chosen.method == "auto":
             chosen = replace(chosen, method="vanilla")
         self._method, self._acceptance = make_method(chosen, self._sampling, engine.draft)
-        stops = _stop_strings(options.get("stop", ()))
-        self.texts = [TextStream(engine.encoder.tokenizer, stops) for _ in prompts]
-        seeds = _seeds(options.get("seed"), len(prompts))
+        self.texts = [TextStream(engine.encoder.tokenizer, settings.stop) for _ in prompts]
+        seeds = _seeds(settings.seed, len(prompts))
+        eos_ids = engine.eos_ids if settings.eos_ids is None else settings.eos_ids
         vocab_size = engine.target.config.vocab_size
         self.rows = []
         for prompt, seed, text in zip(prompts, seeds, self.texts, strict=True):
-            tokens = engine.encoder.encode(prompt, options.get("raw", False), vocab_size)
-            room = _room(engine.max_length, len(tokens), options.get("max_new_tokens"))
-            self.rows.append(Row(tokens, seed, room, engine.eos_ids, text.push_and_check))
+            tokens = engine.encoder.encode(prompt, settings.raw, vocab_size)
+            room = _room(engine.max_length, len(tokens), settings.max_new_tokens)
+            self.rows.append(Row(tokens, seed, room, eos_ids, text.push_and_check))
         self._state: DecodeState | None = None
+        self._closed = False
         self._seconds = self._prefill_seconds = 0.0
         self._num_prefilled = 0
 
     def turns(self) -> Iterator[None]:
         """Run to the end, one turn (the prefill, then each round) at a time."""
-        started = time.perf_counter()
+        turns = self._decode()
+        while True:
+            # The time between turns is the consumer's.
+            started = time.perf_counter()
+            running = next(turns, None)
+            self._seconds += time.perf_counter() - started
+            if running is None:
+                return
+            yield
+
+    def _decode(self) -> Iterator[bool]:
         engine, slack = self._engine, self._method.num_nodes
         needed = max(len(row.prompt) + row.max_new_tokens for row in self.rows) + slack
         prompts = [row.prompt for row in self.rows]
-        cache = engine.store.take(engine.target, prompts, needed, engine.max_length + slack)
+        cache = engine.store.take(engine.target, prompts, needed, engine.max_length + slack, slack)
         state = self._state = start(engine.target, cache, self.rows, self._sampling)
         for _ in decode(state, self._method, self._acceptance):
-            self._seconds = time.perf_counter() - started
             self._prefill_seconds = state.prefill_seconds
             self._num_prefilled = state.num_prefilled
             for row, text in zip(self.rows, self.texts, strict=True):
                 if row.finished:
                     text.finish()
-            yield
+            yield True
 
     def close(self) -> None:
         """Give the cache back for the next request; safe to call twice."""
+        self._closed = True
         if self._state is not None:
             self._engine.store.put_back(self._state.cache, self.rows)
             self._state = None
@@ -127,7 +138,7 @@ class Request:
         return Generation(
             text=text.text,
             token_ids=list(row.tokens),
-            finish_reason=row.finish_reason or "closed",
+            finish_reason=row.finish_reason or ("closed" if self._closed else "running"),
             seed=row.seed,
             prompt_tokens=len(row.prompt),
             prefilled_tokens=self._num_prefilled,
@@ -145,22 +156,54 @@ class Request:
         )
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Options, checked as far as that goes without a model."""
+
+    sampling: dict[str, Any]
+    """Those given; the rest follows the model."""
+    method: MethodOptions
+    max_new_tokens: int | None
+    seed: int | list[int] | None
+    stop: tuple[str, ...]
+    eos_ids: frozenset[int] | None
+    raw: bool
+
+
+def read_options(options: Mapping[str, Any]) -> Settings:
+    """What the options mean; a bad one is refused by name."""
+    unknown = next((name for name in options if name not in Options.__annotations__), None)
+    if unknown is not None:
+        raise UserError(f"option {unknown!r} is unknown; there are: {', '.join(Options.__annotations__)}")
+    given = {name: value for name, value in options.items() if value is not None}
+    names = [field.name for field in fields(Sampling)]
+    sampling = {name: given[name] for name in names if name in given}
+    Sampling(**sampling)
+    max_new_tokens = (
+        whole_number("max_new_tokens", given["max_new_tokens"]) if "max_new_tokens" in given else None
+    )
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    return Settings(
+        sampling=sampling,
+        method=method_options(given),
+        max_new_tokens=max_new_tokens,
+        seed=_checked_seed(given.get("seed")),
+        stop=_stop_strings(given.get("stop", ())),
+        eos_ids=frozenset(whole_numbers("eos_ids", given["eos_ids"])) if "eos_ids" in given else None,
+        raw=bool(given.get("raw", False)),
+    )
+
+
 def method_options(options: Mapping[str, Any]) -> MethodOptions:
     """Those of the options that concern the method, checked."""
     names = {field.name for field in fields(MethodOptions)}
     given = {name: value for name, value in options.items() if name in names and value is not None}
+    for name in given.keys() - {"method", "acceptance", "tree_shape"}:
+        given[name] = whole_number(name, given[name])
     if "tree_shape" in given:
-        given["tree_shape"] = tuple(given["tree_shape"])
+        given["tree_shape"] = tuple(whole_numbers("tree_shape", given["tree_shape"]))
     return MethodOptions(**given)
-
-
-def _sampling(defaults: Sampling, options: Options) -> Sampling:
-    values: dict[str, Any] = {
-        field.name: options.get(field.name)
-        for field in fields(Sampling)
-        if options.get(field.name) is not None
-    }
-    return Sampling(**(vars(defaults) | values))
 
 
 def _room(max_length: int, num_prompt: int, wanted: int | None) -> int:
@@ -173,8 +216,6 @@ def _room(max_length: int, num_prompt: int, wanted: int | None) -> int:
         )
     if wanted is None:
         return min(room, DEFAULT_MAX_NEW_TOKENS)
-    if wanted < 1:
-        raise UserError(f"max_new_tokens is {wanted}; it must be at least 1")
     if wanted > room:
         raise UserError(
             f"max_new_tokens {wanted} does not fit: the context holds {max_length} tokens and the prompt "
@@ -183,20 +224,30 @@ def _room(max_length: int, num_prompt: int, wanted: int | None) -> int:
     return wanted
 
 
-def _seeds(seed: int | Sequence[int] | None, num_rows: int) -> list[int]:
+def _checked_seed(seed: Any) -> int | list[int] | None:
     if seed is None:
-        seed = secrets.randbits(31)
-    seeds = [seed + row for row in range(num_rows)] if isinstance(seed, int) else list(seed)
-    if len(seeds) != num_rows:
-        raise UserError(f"{len(seeds)} seeds for {num_rows} prompts; give one each, or a single one")
+        return None
+    several = isinstance(seed, Sequence) or getattr(seed, "ndim", 0) > 0
+    seeds = whole_numbers("seed", seed) if several else [whole_number("seed", seed)]
     wrong = next((one for one in seeds if not 0 <= one < 2**63), None)
     if wrong is not None:
         raise UserError(f"seed {wrong} must lie between 0 and 2**63 - 1")
+    return seeds if several else seeds[0]
+
+
+def _seeds(seed: int | list[int] | None, num_rows: int) -> list[int]:
+    if seed is None:
+        seed = secrets.randbits(31)
+    seeds = [(seed + row) % 2**63 for row in range(num_rows)] if isinstance(seed, int) else seed
+    if len(seeds) != num_rows:
+        raise UserError(f"{len(seeds)} seeds for {num_rows} prompts; give one each, or a single one")
     return seeds
 
 
-def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence) else tuple(stop)
+    if not all(isinstance(one, str) for one in strings):
+        raise UserError(f"stop is {stop!r}; a text or a list of texts is needed")
     if not all(strings):
         raise UserError("a stop string is empty; it would stop every answer at once")
     return strings

@@ -57,7 +57,7 @@ class MemoryPlan:
 def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
     """Work out what the target takes in `dtype` and what is free on `device`."""
     weights = config.num_parameters * dtype.itemsize
-    if device.type == "cpu" and config.tied_head:
+    if device.type == "cpu" and dtype == torch.float32 and config.tied_head:
         # A packed head cannot be the embedding too.
         weights += config.vocab_size * config.hidden_size * dtype.itemsize
     return MemoryPlan(weights, config.kv_bytes_per_token(dtype.itemsize), free_memory(device))
@@ -88,7 +88,9 @@ def gigabytes(num_bytes: float) -> str:
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be had on the device."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # What torch keeps for itself and does not use is as good as free.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     free = _meminfo("MemAvailable")
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
     if limit is not None and used is not None:

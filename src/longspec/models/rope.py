@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import torch
 from torch import Tensor, nn
@@ -67,30 +68,35 @@ def _yarn(rope: RopeConfig, plain: Tensor, head_dim: int) -> Tensor:
 class RopeTable(nn.Module):
     """cos and sin for positions 0..capacity-1, in fp32 and laid out for `rotate`."""
 
-    cos: Tensor
-    sin: Tensor
+    table: Tensor
+    """[2, capacity, D]: one tensor, so that another thread never sees one of the two without the other."""
+    # Of the class, for a model that is copied or pickled cannot take a lock along.
+    _growing = threading.Lock()
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         super().__init__()
         self._rope, self._head_dim = rope, head_dim
-        self.register_buffer("cos", torch.empty(0, head_dim), persistent=False)
-        self.register_buffer("sin", torch.empty(0, head_dim), persistent=False)
+        self.register_buffer("table", torch.empty(2, 0, head_dim), persistent=False)
 
     def reserve(self, capacity: int) -> None:
         """Make room for positions below `capacity`; a no-op when it is there already."""
-        if self.cos.shape[0] >= capacity:
+        if self.table.shape[1] >= capacity:
             return
-        device = self.cos.device
-        frequencies = inverse_frequencies(self._rope, self._head_dim)
-        angles = torch.outer(torch.arange(capacity, dtype=torch.float32), frequencies)
-        cos, sin = angles.cos() * amplitude(self._rope), angles.sin() * amplitude(self._rope)
-        self.cos = torch.cat((cos, cos), -1).to(device)
-        # The sign of the rotation is kept in the table, so that `rotate` is three operations.
-        self.sin = torch.cat((-sin, sin), -1).to(device)
+        # A table made in inference mode could not take part in training afterwards.
+        with self._growing, torch.inference_mode(False), torch.no_grad():
+            if self.table.shape[1] >= capacity:
+                return
+            frequencies = inverse_frequencies(self._rope, self._head_dim)
+            angles = torch.outer(torch.arange(capacity, dtype=torch.float32), frequencies)
+            cos, sin = angles.cos() * amplitude(self._rope), angles.sin() * amplitude(self._rope)
+            # The sign of the rotation is kept in the table, so that `rotate` is three operations.
+            table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
+            self.table = table.to(self.table.device)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of the tables for `positions` [B, T], as [B, T, 1, D]."""
-        return self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
+        cos, sin = self.table[:, positions].unsqueeze(3)
+        return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

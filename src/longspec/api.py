@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
-from typing import Any, Unpack, cast, overload
+from pathlib import Path
+from typing import Any, Unpack, overload
+
+import torch
 
 from longspec import hub
 from longspec.decoding.choose import Sampling
 from longspec.decoding.reuse import PrefixStore
-from longspec.errors import UserError
+from longspec.errors import UserError, naming, whole_number
 from longspec.generation import Generation
 from longspec.models.checkpoint import WeightFiles
 from longspec.models.draft import DraftHead, GlideDraft
@@ -19,7 +23,8 @@ from longspec.models.layers import pack_linears
 from longspec.models.load import load_target
 from longspec.models.placement import check_fits, pick_device, pick_dtype
 from longspec.models.target import Transformer
-from longspec.prompts import Message, Prompt, PromptEncoder, is_batch
+from longspec.progress import byte_bar
+from longspec.prompts import Prompt, PromptEncoder, split_batch
 from longspec.request import Engine, Options, Request
 
 
@@ -36,10 +41,10 @@ class LongSpec:
     @classmethod
     def from_pretrained(
         cls,
-        target: str = hub.DEFAULT_TARGET,
-        draft: str | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
+        target: str | os.PathLike[str] = hub.DEFAULT_TARGET,
+        draft: str | os.PathLike[str] | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
         max_length: int | None = None,
         *,
         revision: str | None = None,
@@ -48,25 +53,29 @@ class LongSpec:
     ) -> LongSpec:
         """Load a target by short name, hub id, folder or .gguf file, and a draft by hub id, folder or .pth.
 
-        Without `draft`, a short name brings the draft that was published for it; "none" is none.
+        Without `draft`, a target of the table (`longspec models`) brings the draft that was published for it;
+        "none" is none.
 
-        dtype and device are torch's names; "auto" is bfloat16 on a GPU and float32 on a CPU. max_length
-        bounds prompt plus answer; the default is what the model was made for.
+        dtype and device are torch's, or their names; "auto" is bfloat16 on a GPU and float32 on a CPU.
+        max_length bounds prompt plus answer; the default is what the model was made for.
         """
-        place = pick_device(device)
+        target, place = name_of("target", target), pick_device(device)
         kind = pick_dtype(dtype, place)
         find = partial(hub.resolve, target, revision=revision, offline=offline, progress=progress)
         # The config alone comes first: what cannot fit is refused before its weights are fetched.
-        config = read_config(find(config_only=True).folder)
+        shape = find(config_only=True)
+        entry, config = shape.entry, read_config(shape.folder, shape.config)
+        limit = _pick_max_length(max_length, entry.context if entry else config.max_length)
+        wanted = name_of("draft", draft) if draft else entry.draft if entry else None
         check_fits(target, config, kind, place)
         files = find()
-        entry, folder = files.entry, files.folder
+        folder = files.folder
+        defaults, told = _read_defaults(folder), eos_ids(folder)
         encoder = PromptEncoder(folder, entry.chat_template if entry else None)
-        ends = eos_ids(folder) | {encoder.tokenizer.eos_token_id, entry.eos_id if entry else None}
-        limit = _pick_max_length(max_length, entry.context if entry else config.max_length)
-        with WeightFiles(folder) as weights:
-            model = load_target(config, weights.tensor, place, kind)
-        wanted = draft or (entry.draft if entry else None)
+        ends = told | {encoder.tokenizer.eos_token_id, entry.eos_id if entry else None}
+        num_bytes = config.num_parameters * kind.itemsize
+        with WeightFiles(folder) as weights, byte_bar(f"Loading {target}", num_bytes, progress) as advance:
+            model = load_target(config, weights.tensor, place, kind, advance)
         drafting = None
         if wanted and wanted != "none":
             path = hub.resolve_draft(wanted, offline=offline, progress=progress)
@@ -76,7 +85,7 @@ class LongSpec:
                 name=files.name,
                 target=model,
                 encoder=encoder,
-                defaults=Sampling.from_generation_config(read_generation_config(folder)),
+                defaults=defaults,
                 eos_ids=frozenset(end for end in ends if end is not None),
                 max_length=limit,
                 store=PrefixStore(),
@@ -92,7 +101,7 @@ class LongSpec:
 
     @overload
     def generate(  # type: ignore[overload-overlap] # a str is a sequence of str, and still one prompt
-        self, prompt: str | Sequence[Message] | Sequence[int], **options: Unpack[Options]
+        self, prompt: Prompt, **options: Unpack[Options]
     ) -> Generation: ...
 
     @overload
@@ -103,11 +112,11 @@ class LongSpec:
     ) -> Generation | list[Generation]:
         """Answer one prompt, or a list of them side by side; see `Options` for what can be set.
 
-        A prompt is a text, a list of messages or a list of token ids; texts go through the chat template
-        unless `raw=True`.
+        A prompt is a text, a message or a list of them, or token ids (a list or an array); texts go through
+        the chat template unless `raw=True`.
         """
-        batch = is_batch(prompt)
-        request = Request(self.engine, cast("Sequence[Prompt]", prompt if batch else [prompt]), options)
+        prompts, batch = split_batch(prompt)
+        request = Request(self.engine, prompts, options)
         try:
             for _ in request.turns():
                 pass
@@ -118,7 +127,10 @@ class LongSpec:
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Answer one prompt piece by piece; options as for `generate`."""
-        return Stream(Request(self.engine, [prompt], options))
+        prompts, batch = split_batch(prompt)
+        if batch:
+            raise UserError(f"stream takes one prompt and was given {len(prompts)}; use generate for several")
+        return Stream(Request(self.engine, prompts, options))
 
     def reset(self) -> None:
         """Forget the last request's KV and free its memory."""
@@ -170,6 +182,17 @@ def _pieces(request: Request) -> Generator[str]:
         request.close()
 
 
+def name_of(what: str, given: Any) -> str:
+    """A target or a draft as a text: a name or a path."""
+    try:
+        name = os.fspath(given)
+    except TypeError:
+        name = None
+    if not isinstance(name, str):
+        raise UserError(f"{what} is {given!r}; a name or a path is needed")
+    return name
+
+
 def prepare_draft(draft: GlideDraft, target: Transformer) -> tuple[GlideDraft, DraftHead]:
     """A draft ready to decode with, and the target's head as it uses it."""
     draft.requires_grad_(False).eval()
@@ -177,9 +200,16 @@ def prepare_draft(draft: GlideDraft, target: Transformer) -> tuple[GlideDraft, D
     return draft, DraftHead(target, draft.vocab_ids)
 
 
+def _read_defaults(folder: Path) -> Sampling:
+    values = read_generation_config(folder)
+    with naming(folder / "generation_config.json"):
+        return Sampling.from_generation_config(values)
+
+
 def _pick_max_length(wanted: int | None, limit: int) -> int:
     if wanted is None:
         return limit
+    wanted = whole_number("max_length", wanted)
     if not 2 <= wanted <= limit:
         raise UserError(f"max_length {wanted} must lie between 2 and the target's limit of {limit} tokens")
     return wanted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_length: int
+    """Context the model was made for, rope scaling included."""
     rms_eps: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
     qkv_bias: bool = False
@@ -98,7 +100,8 @@ class ModelConfig:
         _refuse_unsupported(raw)
         heads = _number(raw, "num_attention_heads")
         hidden = _number(raw, "hidden_size")
-        max_length = _number(raw, "max_position_embeddings")
+        positions = _number(raw, "max_position_embeddings")
+        rope = _rope_from_hf(raw, positions)
         bias = bool(raw.get("attention_bias", False))
         return cls(
             family=family,
@@ -107,11 +110,11 @@ class ModelConfig:
             intermediate_size=_number(raw, "intermediate_size"),
             num_layers=_number(raw, "num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or (128 if family == "qwen3" else hidden // heads),
-            max_length=max_length,
-            rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope=_rope_from_hf(raw, max_length),
+            num_kv_heads=_number(raw, "num_key_value_heads", heads),
+            head_dim=_number(raw, "head_dim", 128 if family == "qwen3" else hidden // heads),
+            max_length=_context_limit(rope, positions),
+            rms_eps=_real(raw, "rms_norm_eps", 1e-6),
+            rope=rope,
             qkv_bias=family == "qwen2" or bias,
             output_bias=family != "qwen2" and bias,
             qk_norm=family == "qwen3",
@@ -163,17 +166,16 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
     if raw.get("mlp_bias"):
         raise UserError("mlp_bias = true is not supported")
     layers = raw.get("layer_types")
-    windowed = "sliding_attention" in layers if layers else _uses_window(raw)
-    if windowed:
+    if "sliding_attention" in layers if isinstance(layers, list | tuple) else _uses_window(raw):
         raise UserError(
             f"sliding-window attention (sliding_window = {raw.get('sliding_window')}) is not supported; "
             "if the model also runs without it, set use_sliding_window = false in its config.json"
         )
-    partial = (raw.get("rope_parameters") or raw).get("partial_rotary_factor", 1.0)
+    partial = (_section(raw, "rope_parameters") or raw).get("partial_rotary_factor", 1.0)
     if partial not in (None, 1.0):
         raise UserError(f"partial_rotary_factor {partial} is not supported; only 1.0 is")
     if raw.get("quantization_config"):
-        method = dict(raw["quantization_config"]).get("quant_method", "unknown")
+        method = _section(raw, "quantization_config").get("quant_method", "unknown")
         raise UserError(
             f"weights quantised with {method!r} are not supported; use the original weights or a GGUF"
         )
@@ -183,43 +185,69 @@ def _uses_window(raw: dict[str, Any]) -> bool:
     return bool(
         raw.get("use_sliding_window")
         and raw.get("sliding_window")
-        and raw.get("max_window_layers", 0) < raw.get("num_hidden_layers", 0)
+        and _number(raw, "max_window_layers", 0, least=0) < _number(raw, "num_hidden_layers")
     )
 
 
-def _rope_from_hf(raw: dict[str, Any], max_length: int) -> RopeConfig:
-    values: dict[str, Any] = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+def _rope_from_hf(raw: dict[str, Any], positions: int) -> RopeConfig:
+    values = _section(raw, "rope_scaling") | _section(raw, "rope_parameters")
     kind = values.get("rope_type") or values.get("type") or "default"
     if kind not in ROPE_KINDS:
         raise UserError(f"rope scaling {kind!r} is not supported; the supported ones are {_list(ROPE_KINDS)}")
-    theta = float(values.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    theta = _real(values, "rope_theta", _real(raw, "rope_theta", 10000.0))
     if kind == "default":
         return RopeConfig(theta=theta)
     if values.get("factor") is None:
         raise UserError(f"rope scaling {kind!r} needs a 'factor', and the config has none")
-    known = {
-        name: values[name]
-        for name in (
-            *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
-            *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
-        )
-        if values.get(name) is not None
-    }
-    original = values.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
-    return RopeConfig(
+    names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+    known = {name: _real(values, name) for name in names if values.get(name) is not None}
+    # As in transformers, 0 is none.
+    known |= {name: _real(values, name) for name in ("mscale", "mscale_all_dim") if values.get(name)}
+    original = "original_max_position_embeddings"
+    rope = RopeConfig(
         theta=theta,
         kind=kind,
-        factor=float(values["factor"]),
-        original_length=int(original or max_length),
+        factor=_real(values, "factor"),
+        original_length=_number(values, original, _number(raw, original, positions)),
+        truncate=bool(values.get("truncate", True)),
         **known,
     )
+    if kind == "yarn" and theta == 1:
+        raise UserError("the model config has rope_theta = 1; yarn needs another one")
+    if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise UserError(
+            f"the model config has low_freq_factor = {rope.low_freq_factor}; it must be below its "
+            f"high_freq_factor = {rope.high_freq_factor}"
+        )
+    return rope
 
 
-def _number(raw: dict[str, Any], name: str) -> int:
+def _context_limit(rope: RopeConfig, positions: int) -> int:
+    """The context, where some configs give what was before stretching and others what comes out of it."""
+    stretched = int(rope.factor * rope.original_length) if rope.kind in ("linear", "yarn") else 0
+    return max(positions, stretched)
+
+
+def _section(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """An object within the config; empty where there is none."""
     value = raw.get(name)
-    if not isinstance(value, int):
-        raise UserError(f"the model config has {name} = {value!r}; a whole number is needed")
+    if value is not None and not isinstance(value, Mapping):
+        raise UserError(f"the model config has {name} = {value!r}; an object is needed")
+    return dict(value or {})
+
+
+def _number(raw: dict[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
+    value = default if raw.get(name) is None else raw[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"the model config has {name} = {value!r}; a whole number from {least} up is needed")
     return value
+
+
+def _real(raw: dict[str, Any], name: str, default: float | None = None) -> float:
+    value = default if raw.get(name) is None else raw[name]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise UserError(f"the model config has {name} = {value!r}; a number above 0 is needed")
+    return float(value)
 
 
 def _list(names: tuple[str, ...]) -> str:

@@ -4,18 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from longspec.errors import UserError
+from longspec.errors import UserError, whole_number
+
+
+class Array(Protocol):
+    """Token ids of numpy or torch."""
+
+    def tolist(self) -> Any:
+        """Python's numbers, in lists as deep as the array has dimensions."""
+        ...
+
 
 Message = Mapping[str, str]
-Prompt = str | Sequence[Message] | Sequence[int]
+Prompt = str | Message | Sequence[Message] | Sequence[int] | Array
 """A text (one user message), a conversation, or token ids as they are."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def is_batch(prompt: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is a list of prompts rather than one."""
-    return not isinstance(prompt, str) and not all(isinstance(part, (int, Mapping)) for part in prompt)
+def split_batch(given: Any) -> tuple[list[Prompt], bool]:
+    """The prompts that were given, and whether it was a list of them rather than one."""
+    given = _plain(given)
+    if isinstance(given, list | tuple) and given:
+        parts = [_plain(part) for part in given]
+        if all(isinstance(part, str | list | tuple) for part in parts):
+            return [_one_prompt(part) for part in parts], True
+    return [_one_prompt(given)], False
+
+
+def _one_prompt(given: Any) -> Prompt:
+    """A text, a list of messages or a list of ids."""
+    if isinstance(given, str):
+        return given
+    if isinstance(given, Mapping):
+        return [given]
+    if not isinstance(given, list | tuple):
+        raise UserError(
+            f"a prompt is a text, messages or token ids, and not of type {type(given).__name__!r}: {given!r}"
+        )
+    if given and all(isinstance(part, Mapping) for part in given):
+        return list(given)
+    kinds = sorted({type(part).__name__ for part in given if isinstance(part, str | Mapping | list | tuple)})
+    if kinds:
+        raise UserError(f"a prompt mixes {', '.join(kinds)} with something else; give texts, messages or ids")
+    return [whole_number("a token id", _plain(part)) for part in given]
+
+
+def _plain(given: Any) -> Any:
+    """Python's own numbers and lists for those of numpy and torch."""
+    return given.tolist() if hasattr(given, "tolist") else given
 
 
 class PromptEncoder:
@@ -24,6 +62,8 @@ class PromptEncoder:
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
         from transformers import AutoTokenizer
 
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            raise UserError(f"{folder} has no tokenizer: one of {', '.join(_TOKENIZER_FILES)} is needed")
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:
@@ -34,7 +74,7 @@ class PromptEncoder:
             self.tokenizer.chat_template = chat_template
 
     def encode(self, prompt: Prompt, raw: bool, vocab_size: int) -> list[int]:
-        """Token ids of a prompt; texts and conversations through the chat template unless `raw`."""
+        """Token ids of a prompt of `split_batch`; texts and messages use the chat template unless `raw`."""
         ids = self._ids(prompt, raw)
         if not ids:
             raise UserError("the prompt is empty; give at least one token of text")
@@ -48,13 +88,14 @@ class PromptEncoder:
             if not prompt.strip():
                 raise UserError("the prompt is empty; give some text")
             if raw or not self.tokenizer.chat_template:
-                return list(self.tokenizer(prompt)["input_ids"])
+                return self._tokenize(prompt, add_special_tokens=True)
             return self._chat([{"role": "user", "content": prompt}])
-        if all(isinstance(part, int) for part in prompt):
-            return [int(part) for part in prompt]  # type: ignore[arg-type]
+        parts: list[Any] = list(prompt)  # type: ignore[arg-type]
+        if not parts or isinstance(parts[0], int):
+            return parts
         if raw:
             raise UserError("messages need the chat template; give a text for a raw prompt")
-        return self._chat([dict(message) for message in prompt])  # type: ignore[arg-type]
+        return self._chat([dict(message) for message in parts])
 
     def _chat(self, messages: list[dict[str, str]]) -> list[int]:
         for message in messages:
@@ -66,4 +107,11 @@ class PromptEncoder:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise what they like, as a way to refuse a conversation
             raise UserError(f"the chat template refused the messages: {error}") from error
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._tokenize(text, add_special_tokens=False)
+
+    def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(f"the prompt is not valid Unicode: it holds {text[error.start]!r}") from error
+        return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

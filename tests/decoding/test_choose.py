@@ -181,3 +181,14 @@ def test_a_models_own_settings_count_only_if_it_samples() -> None:
     assert Sampling.from_generation_config(config) == Sampling(0.7, 20, 0.8)
     assert Sampling.from_generation_config({"do_sample": True}) == Sampling(1.0)
     assert Sampling.from_generation_config({"temperature": 0.7, "top_p": None}) == Sampling()
+    # Its filters wait for a request that asks for a temperature; some write -1 for no top_k.
+    assert Sampling.from_generation_config(config | {"do_sample": False}) == Sampling(0.0, 20, 0.8)
+    assert Sampling.from_generation_config({"top_k": -1}) == Sampling()
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-42, 1e-300])
+def test_a_tiny_temperature_is_nearly_greedy(temperature: float) -> None:
+    logits = 50 * torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
+    seeds = positions = torch.arange(4)
+    chosen = choose(logits, Sampling(temperature, 50, 0.9, 0.1), seeds, positions)
+    assert chosen.tolist() == logits.argmax(-1).tolist()

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from longspec.errors import UserError
 from longspec.hub import MODELS, cache_dir, embedded, on_disk, resolve
 from longspec.models.checkpoint import WeightFiles
+from longspec.models.files import read_config
 from tests.hub.gguf_samples import unpermute, write_gguf
 
 
@@ -85,6 +86,14 @@ def test_a_wheel_put_there_by_hand(own_cache: Path, tmp_path: Path, monkeypatch:
     assert folder == cache_dir() / "smollm2-135m"
     assert on_disk(MODELS["smollm2-135m"])
     assert not list(folder.glob("*.gguf"))
+
+
+def test_its_config_is_known_before_it_is_fetched(
+    own_cache: Path, smollm2_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = resolve("smollm2-135m", config_only=True)
+    assert read_config(files.folder, files.config) == read_config(smollm2_folder)
+    assert not list(own_cache.iterdir())
 
 
 def test_no_network_no_pip_offline(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from longspec.errors import UserError
 from longspec.hub import cache_dir, gguf_convert, resolve
 from longspec.models.checkpoint import WeightFiles
+from longspec.models.files import read_config
 from tests.hub.gguf_samples import HEAD_DIM, SPM_TOKENS, write_gguf
 
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
@@ -30,8 +31,14 @@ def converted(path: Path) -> Path:
 
 
 def config_of(tmp_path: Path, arch: str = "llama", extra: Extra | None = None) -> Any:
+    """The converted file's config, which must be what the header alone told before."""
     write_gguf(tmp_path / "m.gguf", arch, extra=extra)
-    return AutoConfig.from_pretrained(converted(tmp_path / "m.gguf"))
+    files = resolve(str(tmp_path / "m.gguf"), config_only=True)
+    told = read_config(files.folder, files.config)
+    assert files.folder == tmp_path / "m.gguf", "nothing is converted for that"
+    folder = converted(tmp_path / "m.gguf")
+    assert read_config(folder) == told
+    return AutoConfig.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("kind", TYPES)

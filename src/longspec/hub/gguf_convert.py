@@ -44,15 +44,16 @@ def converted(path: Path, *, progress: bool = True) -> Path:
     )
 
 
+def read_gguf_config(path: Path) -> dict[str, Any]:
+    """What config.json will say of the model's shape once the file is converted; reads the header alone."""
+    meta, config, _ = _read(path)
+    return {"model_type": meta.arch} | config
+
+
 def convert(path: Path, folder: Path, *, progress: bool = True) -> dict[str, Any]:
     """Write config, tokenizer and weights of a GGUF file into `folder`; returns where they come from."""
-    header = read_header(path)
-    meta = Metadata(header)
-    if meta.integer("split.count", 1, low=0) > 1:
-        raise meta.refuse("split GGUF files; join the parts first (llama-gguf-split --merge)")
-    _refuse_types(meta)
-    config = hf_config(meta, _rope_freqs(header))
-    plan = weight_plan(meta, config)
+    meta, config, plan = _read(path)
+    header = meta.header
     dtype = _storage_type(header, plan)
     num_bytes = sum(_num_elements(weight) * (2 if _is_half(weight, dtype) else 4) for weight in plan)
     require_space(folder, num_bytes)
@@ -67,6 +68,16 @@ def convert(path: Path, folder: Path, *, progress: bool = True) -> dict[str, Any
         "mtime_ns": stat.st_mtime_ns,
         "license": header.metadata.get("general.license"),
     }
+
+
+def _read(path: Path) -> tuple[Metadata, dict[str, Any], list[Weight]]:
+    """The header, checked: metadata, config, and the weights the file must hold."""
+    meta = Metadata(read_header(path))
+    if meta.integer("split.count", 1, low=0) > 1:
+        raise meta.refuse("split GGUF files; join the parts first (llama-gguf-split --merge)")
+    _refuse_types(meta)
+    config = hf_config(meta, _rope_freqs(meta.header))
+    return meta, config, weight_plan(meta, config)
 
 
 def _refuse_types(meta: Metadata) -> None:

@@ -1,8 +1,10 @@
 """From what the user calls a model to a folder with its files."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from longspec.errors import UserError
 from longspec.hub.registry import MODELS, ModelEntry, nearest
@@ -15,6 +17,8 @@ class TargetFiles:
     name: str
     folder: Path
     entry: ModelEntry | None
+    config: Mapping[str, Any] | None = None
+    """What config.json will say, where only that was asked for and `folder` is yet to be made, or a .gguf."""
 
 
 def resolve(
@@ -27,17 +31,21 @@ def resolve(
 ) -> TargetFiles:
     """Find `target` (a path, a short name or a hub id, in this order), fetching it when it is not on disk.
 
-    `revision` applies to hub ids; with `config_only` no weights are fetched from there. Nothing the files
+    `revision` applies to hub ids; with `config_only` no weights are fetched or converted. Nothing the files
     contain is ever run as code.
     """
     path = Path(os.path.expanduser(target))
-    if _is_local(target, path):
-        return TargetFiles(target, _local(path, progress), None)
-    entry = MODELS.get(target)
+    local, entry = _is_local(target, path), _entry(target)
+    if revision is not None and (local or (entry is not None and entry.target is None)):
+        raise UserError(f"{target} has no revisions: they are for hub ids; leave out revision {revision!r}")
+    if local:
+        return _local(target, path, progress, config_only)
     if entry is not None and entry.target is None:
-        from longspec.hub.embedded import embedded_target
+        from longspec.hub import embedded
 
-        return TargetFiles(target, embedded_target(offline=offline, progress=progress), entry)
+        if config_only:
+            return TargetFiles(target, embedded.embedded_folder(), entry, embedded.CONFIG)
+        return TargetFiles(target, embedded.embedded_target(offline=offline, progress=progress), entry)
     hub_id = entry.target if entry is not None and entry.target is not None else target
     if hub_id.count("/") != 1:
         raise _unknown(target)
@@ -83,20 +91,27 @@ def _is_local(target: str, path: Path) -> bool:
     return target != "" and os.path.exists(found)
 
 
-def _local(path: Path, progress: bool) -> Path:
+def _entry(target: str) -> ModelEntry | None:
+    """The table's row for a short name, or for the hub id that one stands for."""
+    return MODELS.get(target) or next((entry for entry in MODELS.values() if entry.target == target), None)
+
+
+def _local(target: str, path: Path, progress: bool, config_only: bool) -> TargetFiles:
     if not os.path.exists(path):
         raise UserError(f"there is no file or folder {path}")
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"the folder {path} has no config.json: pass a Hugging Face model folder")
-        return path
+        return TargetFiles(target, path, None)
     if path.suffix != ".gguf":
         raise UserError(f"{path} is neither a model folder nor a .gguf file")
     if not os.access(path, os.R_OK):
         raise UserError(f"{path} cannot be read: check its permissions")
-    from longspec.hub.gguf_convert import converted
+    from longspec.hub.gguf_convert import converted, read_gguf_config
 
-    return converted(path, progress=progress)
+    if config_only:
+        return TargetFiles(target, path, None, read_gguf_config(path))
+    return TargetFiles(target, converted(path, progress=progress), None)
 
 
 def _unknown(target: str) -> UserError:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from longspec.config import ModelConfig
-from longspec.errors import UserError
+from longspec.errors import UserError, naming, whole_number
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"cannot read {path}: it does not hold a JSON object")
     return values
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The shape of the model in a Hugging Face folder."""
-    return ModelConfig.from_hf(read_json(folder / "config.json"))
+def read_config(folder: Path, values: Mapping[str, Any] | None = None) -> ModelConfig:
+    """The shape of the model in a Hugging Face folder; of `values` where they are known without one."""
+    if values is None:
+        folder /= "config.json"
+        values = read_json(folder)
+    with naming(folder):
+        return ModelConfig.from_hf(values)
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
@@ -35,7 +40,9 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 def eos_ids(folder: Path) -> frozenset[int]:
     """Every id that the model's files say ends an answer."""
     found: set[int] = set()
-    for values in (read_generation_config(folder), read_json(folder / "config.json")):
-        ids = values.get("eos_token_id")
-        found |= set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
+    for name in ("generation_config.json", "config.json"):
+        ids = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        for one in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+            with naming(folder / name):
+                found.add(whole_number("eos_token_id", one))
     return frozenset(found)

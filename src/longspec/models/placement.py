@@ -16,13 +16,13 @@ LEAST_CONTEXT = 512
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str | torch.device) -> torch.device:
     """The torch device called `name`; "auto" is a GPU where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise UserError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:0") from error
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:0")
@@ -31,8 +31,9 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
     """The torch type called `name`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    name = str(name).removeprefix("torch.")
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in DTYPES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
@@ -51,6 +50,13 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; repeatable"
     )
+    group.add_argument(
+        "--ignore-eos",
+        dest="eos_ids",
+        action="store_const",
+        const=(),
+        help="go on past the model's end-of-answer tokens",
+    )
     group.add_argument("--method", default="vanilla", help="decoding method: vanilla (default)")
 
 
@@ -71,11 +77,8 @@ def load(arguments: argparse.Namespace) -> LongSpec:
 
 def options(arguments: argparse.Namespace) -> Options:
     """The options that the flags give. Checked here, so that a bad value is told before a long load."""
-    from longspec.decoding.choose import Sampling
-    from longspec.request import Options, method_options
+    from longspec.request import Options, read_options
 
     given = {name: value for name, value in vars(arguments).items() if name in Options.__annotations__}
-    method_options(given)
-    names = {field.name for field in fields(Sampling)}
-    Sampling(**{name: value for name, value in given.items() if name in names and value is not None})
+    read_options(given)
     return cast("Options", given)

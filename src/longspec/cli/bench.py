@@ -10,19 +10,21 @@ import argparse
 import json
 from dataclasses import asdict
 
-from longspec.cli.arguments import DEFAULT_TARGET
+from longspec.cli.arguments import add_model_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `longspec bench`."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     vanilla = kinds.add_parser("vanilla", help="vanilla decoding against transformers' generate")
-    vanilla.add_argument("--target", default=DEFAULT_TARGET, metavar="MODEL", help="as for generate")
     vanilla.add_argument("--context", type=int, default=512, metavar="N", help="prompt tokens (%(default)s)")
     vanilla.add_argument("--new-tokens", type=int, default=48, metavar="N", help="tokens made (%(default)s)")
     vanilla.add_argument("--repeats", type=int, default=5, metavar="N", help="timed runs each (%(default)s)")
     vanilla.add_argument("--json", action="store_true", help="print one JSON object")
-    vanilla.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    vanilla.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+    )
+    add_model_arguments(vanilla)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--new-tokens is {arguments.new_tokens}; it must be at least 2")
     with count_bar("runs", arguments.repeats) as advance:
         result = compare(
-            arguments.target, arguments.context, arguments.new_tokens, arguments.repeats, advance
+            load(arguments, draft="none"), arguments.context, arguments.new_tokens, arguments.repeats, advance
         )
     if arguments.json:
         ratios = {"decode_ratio": result.decode_ratio, "prefill_ratio": result.prefill_ratio}

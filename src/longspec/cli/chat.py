@@ -32,12 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from longspec.cli.terminal import printable
+    from longspec.errors import UserError
 
     chosen = options(arguments)
     model = load(arguments)
+    if not model.tokenizer.chat_template:
+        raise UserError(f"{model.engine.name} has no chat template; use `longspec generate --raw` with it")
     opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(opening)
-    print(f"{model.engine.name}: /reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
+    print(f"{printable(model.engine.name)}: /reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
     with _line_history():
         for line in _lines():
             if line == "/exit":
@@ -54,25 +57,37 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _turn(model: LongSpec, messages: list[dict[str, str]], line: str, chosen: Options) -> None:
-    """One question and its answer; an error leaves the conversation as it was."""
-    from longspec.cli.terminal import figures, write
+    """One question and its answer; an error, or a stop before the answer, leaves the conversation as it was."""
+    from longspec.cli.terminal import figures, printable, write
     from longspec.errors import UserError
 
     question = {"role": "user", "content": line}
     try:
-        stream = model.stream([*messages, question], **chosen)
+        with model.stream([*messages, question], **_within_room(model, [*messages, question], chosen)) as stream:
+            try:
+                for piece in stream:
+                    write(piece)
+            except KeyboardInterrupt:
+                write(" (stopped)")
     except UserError as error:
-        print(f"longspec: {error} (/reset starts anew)", file=sys.stderr)
+        print(f"longspec: {printable(str(error))} (/reset starts anew)", file=sys.stderr)
         return
-    with stream:
-        try:
-            for piece in stream:
-                write(piece)
-        except KeyboardInterrupt:
-            write(" (stopped)")
     write("\n")
+    if not stream.result.tokens:
+        return
     print(figures(stream.result), file=sys.stderr)
     messages += [question, {"role": "assistant", "content": stream.result.text}]
+
+
+def _within_room(model: LongSpec, messages: list[dict[str, str]], chosen: Options) -> Options:
+    """A conversation goes on to the end of the context, with shorter answers than asked for at last."""
+    engine, wanted = model.engine, chosen.get("max_new_tokens")
+    if wanted is None:
+        return chosen
+    tokens = engine.encoder.encode(messages, raw=False, vocab_size=engine.target.config.vocab_size)
+    # Where there is no room at all, the request says so.
+    room = max(1, engine.max_length - len(tokens))
+    return {**chosen, "max_new_tokens": min(wanted, room)}
 
 
 def _lines() -> Iterator[str]:

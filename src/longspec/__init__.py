@@ -8,15 +8,18 @@ if TYPE_CHECKING:
     from longspec.api import LongSpec, Stream
     from longspec.errors import UserError
     from longspec.generation import Generation
+    from longspec.glide import LlamaGlide, Qwen2Glide
 
 __version__ = "0.1.0"
-__all__ = ["Generation", "LongSpec", "Stream", "UserError", "__version__"]
+__all__ = ["Generation", "LlamaGlide", "LongSpec", "Qwen2Glide", "Stream", "UserError", "__version__"]
 
 _HOMES = {
     "LongSpec": "longspec.api",
     "Stream": "longspec.api",
     "Generation": "longspec.generation",
     "UserError": "longspec.errors",
+    "LlamaGlide": "longspec.glide",
+    "Qwen2Glide": "longspec.glide",
 }
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Unpack, overload
 
 import torch
 
 from longspec import hub
+from longspec.calibration import plan_for
 from longspec.decoding.choose import Sampling
 from longspec.decoding.reuse import PrefixStore
 from longspec.errors import UserError, naming, whole_number
@@ -50,6 +51,7 @@ class LongSpec:
         revision: str | None = None,
         offline: bool = False,
         progress: bool = False,
+        calibrate: bool = True,
     ) -> LongSpec:
         """Load a target by short name, hub id, folder or .gguf file, and a draft by hub id, folder or .pth.
 
@@ -57,7 +59,8 @@ class LongSpec:
         "none" is none.
 
         dtype and device are torch's, or their names; "auto" is bfloat16 on a GPU and float32 on a CPU.
-        max_length bounds prompt plus answer; the default is what the model was made for.
+        max_length bounds prompt plus answer; the default is what the model was made for. The first request
+        with method "auto" measures this machine, once, unless `calibrate` is off.
         """
         target, place = name_of("target", target), pick_device(device)
         kind = pick_dtype(dtype, place)
@@ -76,10 +79,12 @@ class LongSpec:
         num_bytes = config.num_parameters * kind.itemsize
         with WeightFiles(folder) as weights, byte_bar(f"Loading {target}", num_bytes, progress) as advance:
             model = load_target(config, weights.tensor, place, kind, advance)
-        drafting = None
+        drafting, acceptance = None, {}
         if wanted and wanted != "none":
             path = hub.resolve_draft(wanted, offline=offline, progress=progress)
-            drafting = prepare_draft(load_draft(path, model, files.name).draft, model)
+            loaded = load_draft(path, model, files.name)
+            drafting, acceptance = prepare_draft(loaded.draft, model), loaded.acceptance
+        plan = cache(partial(plan_for, model, drafting, acceptance, limit, progress))
         return cls(
             Engine(
                 name=files.name,
@@ -91,6 +96,7 @@ class LongSpec:
                 store=PrefixStore(),
                 draft=drafting,
                 draft_name=wanted if drafting else None,
+                plan=plan if calibrate else None,
             )
         )
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
+from longspec.decoding.auto import Drafting, Guarded, Plan
 from longspec.decoding.choose import Sampling
-from longspec.decoding.loop import DecodeState, decode, start
+from longspec.decoding.loop import Acceptance, DecodeState, Method, decode, start
 from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.reuse import PrefixStore
 from longspec.decoding.row import Row
 from longspec.errors import UserError, whole_number, whole_numbers
 from longspec.generation import Generation
-from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.target import Transformer
 from longspec.prompts import Prompt, PromptEncoder
 from longspec.text import TextStream
 
 DEFAULT_MAX_NEW_TOKENS = 512
+# What a speculative round is taken to cost, in vanilla steps, where nothing was measured.
+UNMEASURED_COST = 1.3
 
 
 class Options(TypedDict, total=False):
@@ -63,8 +65,18 @@ class Engine:
     eos_ids: frozenset[int]
     max_length: int
     store: PrefixStore
-    draft: tuple[GlideDraft, DraftHead] | None = None
+    draft: Drafting | None = None
     draft_name: str | None = None
+    plan: Callable[[], Plan] | None = None
+    """Gives the plan of `auto`, measuring for it the first time; None goes without measurements."""
+
+    def settle(self, options: MethodOptions, context: int, num_rows: int) -> tuple[MethodOptions, float]:
+        """What `auto` means for this context and batch, and the tokens a round must emit to be worth it."""
+        if self.plan is None:
+            method = "lookup" if self.draft is None else "tree"
+            return replace(options, method=method), UNMEASURED_COST
+        planned, cost = self.plan().pick(context, num_rows)
+        return replace(planned, acceptance=options.acceptance, max_nodes=options.max_nodes), cost
 
 
 class Request:
@@ -76,10 +88,6 @@ class Request:
             raise UserError("there are no prompts; give at least one")
         self._engine = engine
         self._sampling = Sampling(**(vars(engine.defaults) | settings.sampling))
-        chosen = settings.method
-        if chosen.method == "auto":
-            chosen = replace(chosen, method="vanilla")
-        self._method, self._acceptance = make_method(chosen, self._sampling, engine.draft)
         self.texts = [TextStream(engine.encoder.tokenizer, settings.stop) for _ in prompts]
         seeds = _seeds(settings.seed, len(prompts))
         eos_ids = engine.eos_ids if settings.eos_ids is None else settings.eos_ids
@@ -89,10 +97,22 @@ class Request:
             tokens = engine.encoder.encode(prompt, settings.raw, vocab_size)
             room = _room(engine.max_length, len(tokens), settings.max_new_tokens)
             self.rows.append(Row(tokens, seed, room, eos_ids, text.push_and_check))
+        self._method, self._acceptance = self._choose_method(settings.method)
         self._state: DecodeState | None = None
         self._closed = False
         self._seconds = self._prefill_seconds = 0.0
         self._num_prefilled = 0
+
+    def _choose_method(self, options: MethodOptions) -> tuple[Method, Acceptance]:
+        automatic = options.method == "auto"
+        cost = 1.0
+        if automatic:
+            context = max(len(row.prompt) + row.max_new_tokens // 2 for row in self.rows)
+            options, cost = self._engine.settle(options, context, len(self.rows))
+        method, acceptance = make_method(options, self._sampling, self._engine.draft)
+        if automatic and options.method != "vanilla":
+            method = Guarded(method, cost)
+        return method, acceptance
 
     def turns(self) -> Iterator[None]:
         """Run to the end, one turn (the prefill, then each round) at a time."""

@@ -52,7 +52,7 @@ class ScriptedGlide(Glide):
             right = answer[place] if place < len(answer) else 0
             # Far beyond any noise, one way or the other.
             logits[index, :, right] = 1e4 if self._script(index, place) else -1e4
-        return logits
+        return logits.to(state.target.device)
 
 
 class _Pass(DraftHead):

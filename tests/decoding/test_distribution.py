@@ -13,8 +13,8 @@ from torch import Tensor
 from longspec.attention.reference import ReferenceAttention
 from longspec.config import DraftConfig
 from longspec.decoding import rejection
-from longspec.decoding.choose import Sampling
-from longspec.decoding.loop import decode, start
+from longspec.decoding.choose import Sampling, choose, filtered
+from longspec.decoding.loop import DecodeState, run_round, start
 from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.row import Row
 from longspec.models.draft import DraftHead, GlideDraft
@@ -42,21 +42,36 @@ def samples(options: MethodOptions) -> Tensor:
     for first in range(0, SAMPLES, ROWS):
         rows = [Row(PROMPT, first + row, PLACES) for row in range(ROWS)]
         method, acceptance = make_method(options, SAMPLING, draft)
-        cache = target.new_cache(ROWS, len(PROMPT) + PLACES + method.num_nodes)
-        # One prefill serves all: the rows have the same prompt.
-        state = start(target, cache, rows, SAMPLING)
-        for _ in decode(state, method, acceptance):
-            pass
+        state = prefilled(target, rows, method.num_nodes)
+        with torch.inference_mode():
+            method.begin(state)
+            while not all(row.finished for row in rows):
+                for row, emitted in zip(rows, run_round(state, method, acceptance), strict=True):
+                    if not row.finished:
+                        row.keep_round(emitted)
         found += [row.tokens for row in rows]
     return torch.tensor(found)
+
+
+def prefilled(target: Transformer, rows: list[Row], num_nodes: int) -> DecodeState:
+    """As `prefill` leaves it, but with all rows, whose prompt is the same, computed in one pass."""
+    cache = target.new_cache(len(rows), len(PROMPT) + PLACES + num_nodes)
+    state = start(target, cache, rows, SAMPLING)
+    with torch.inference_mode():
+        hidden = target(torch.tensor([PROMPT]).expand(len(rows), -1), cache)
+        cache.advance(len(PROMPT))
+        state.feature = hidden[:, -1]
+        firsts = choose(target.logits(state.feature), SAMPLING, state.seeds, cache.lengths)
+    state.emitted = firsts[:, None]
+    for row, token in zip(rows, firsts.tolist(), strict=True):
+        row.keep_first(token)
+    return state
 
 
 def exact() -> Tensor:
     """The target's probability of each answer, [V, V, V]."""
     target, _ = target_and_draft()
     table = torch.zeros(V, V, V, dtype=torch.float64)
-    from longspec.decoding.choose import filtered
-
     with torch.inference_mode():
         for answer in itertools.product(range(V), repeat=PLACES):
             cache = target.new_cache(1, 16)
@@ -123,7 +138,9 @@ def outcome(p: Tensor, q: Tensor | None, drawn: tuple[int, ...]) -> Tensor:
         chance = float(p[0, child]) if q is None else min(1.0, float(p[0, child] / q[0, child]))
         for luck in (chance - 1e-9, chance + 1e-9):
             if 0 < luck < 1:
-                assert bool(rejection.accepts(p, q, token, torch.tensor([luck]).double())) == (luck < chance)
+                assert bool(rejection.accepts(p, q, token, torch.tensor([luck], dtype=torch.float64))) == (
+                    luck < chance
+                )
         emitted[child] += reach * chance
         reach *= 1 - chance
         p, q = rejection.residual(p, q, token), None if q is None else rejection.without(q, token)

@@ -123,7 +123,9 @@ def _flash(
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     else:
         if bias is not None:
-            bias = bias.expand(1, q.shape[1], *bias.shape)
+            # The kernel reads rows of the bias in aligned groups, so each row's storage is rounded up.
+            size = bias.shape[1]
+            bias = torch.nn.functional.pad(bias, (0, -size % 16))[:, :size].expand(1, q.shape[1], -1, -1)
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
         out, lse = kernel(q, k, v, bias, True, 0.0, causal)[:2]
     return out[0], lse[0, :, : q.shape[2]].float()

@@ -7,15 +7,15 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from longspec.api import LongSpec
-from longspec.hub import resolve
 
-# Text of no importance, long enough for any context asked for.
+# Text of no importance, repeated to any length.
 _SENTENCE = "The quick brown fox jumps over the lazy dog while the rain keeps falling on the old roof. "
 
 
@@ -52,16 +52,20 @@ class Comparison:
 
 
 def compare(
-    target: str,
+    model: LongSpec,
+    folder: Path,
     context: int,
     new_tokens: int,
     repeats: int,
     on_repeat: Callable[[int], None] = lambda number: None,
 ) -> Comparison:
-    """Time `repeats` generations of each engine, alternating, after one untimed warm-up of each."""
-    model = LongSpec.from_pretrained(target, max_length=context + new_tokens)
-    ids = model.tokenizer(_SENTENCE * (context // 10))["input_ids"][:context]
-    engines = (_ours(model, ids, new_tokens), _transformers(target, model, ids, new_tokens))
+    """Time `repeats` generations of each engine, alternating, after one untimed warm-up of each.
+
+    `folder` is where the model came from, for transformers to load too.
+    """
+    sentence = model.tokenizer(_SENTENCE, add_special_tokens=False)["input_ids"]
+    ids = (sentence * (context // len(sentence) + 1))[:context]
+    engines = (_ours(model, ids, new_tokens), _transformers(folder, model, ids, new_tokens))
     outputs = [run()[0] for run in engines]
     times: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
     for _ in range(repeats):
@@ -72,7 +76,7 @@ def compare(
         on_repeat(1)
     ours, theirs = (_timing(timed) for timed in times)
     environment = {
-        "target": target,
+        "target": model.engine.name,
         "dtype": str(model.engine.target.dtype).removeprefix("torch."),
         "device": str(model.engine.target.device),
         "threads": torch.get_num_threads(),
@@ -87,23 +91,20 @@ _Run = Callable[[], tuple[list[int], float, float]]
 
 
 def _ours(model: LongSpec, ids: list[int], new_tokens: int) -> _Run:
-    # Both engines must make the same number of tokens, so neither stops at an eos.
-    endless = LongSpec(replace(model.engine, eos_ids=frozenset()))
-
     def run() -> tuple[list[int], float, float]:
-        endless.reset()
-        result = endless.generate(ids, max_new_tokens=new_tokens, temperature=0.0, method="vanilla")
+        model.reset()
+        # Both engines must make the same number of tokens, so neither stops at an eos.
+        result = model.generate(ids, max_new_tokens=new_tokens, temperature=0.0, eos_ids=(), method="vanilla")
         return result.token_ids, result.prefill_seconds, result.seconds
 
     return run
 
 
-def _transformers(target: str, model: LongSpec, ids: list[int], new_tokens: int) -> _Run:
+def _transformers(folder: Path, model: LongSpec, ids: list[int], new_tokens: int) -> _Run:
     from transformers import AutoModelForCausalLM
     from transformers.generation.streamers import BaseStreamer
 
     engine = model.engine.target
-    folder = resolve(target).folder
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=engine.dtype).eval()
     theirs: Any = loaded.to(engine.device)
     theirs.generation_config.eos_token_id = None

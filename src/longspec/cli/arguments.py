@@ -57,7 +57,54 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         const=(),
         help="go on past the model's end-of-answer tokens",
     )
-    group.add_argument("--method", default="vanilla", help="decoding method: vanilla (default)")
+
+
+def add_method_arguments(parser: argparse.ArgumentParser) -> None:
+    """How the target is sped up. None of this changes what it says."""
+    group = parser.add_argument_group(
+        "decoding method (changes the speed, never the words: every method says what vanilla says)"
+    )
+    group.add_argument(
+        "--method",
+        default="auto",
+        help="auto: the fastest by measurement (default); vanilla: the target alone; seq: the draft's chain; "
+        "tree: the draft's tree; magicdec: the target drafts with a window of its own cache; lookup: copies "
+        "from the prompt and the text so far",
+    )
+    group.add_argument(
+        "--draft",
+        metavar="DRAFT",
+        help="draft folder, .pth file or hub id (default: the short name's; 'none' for none)",
+    )
+    group.add_argument("--gamma", type=int, metavar="N", help="chain length of seq, magicdec, lookup (4)")
+    group.add_argument(
+        "--tree-shape",
+        type=_shape,
+        metavar="N,N,...",
+        help="nodes per depth of the tree (4,16,16,16,16)",
+    )
+    group.add_argument("--max-nodes", type=int, metavar="N", help="verify only the best N nodes (all)")
+    group.add_argument(
+        "--acceptance",
+        help="coupled: the same tokens as vanilla (default); rejection: the same distribution when sampling",
+    )
+    group.add_argument("--sinks", type=int, metavar="N", help="magicdec: entries seen at the beginning (4)")
+    group.add_argument("--window", type=int, metavar="N", help="magicdec: entries seen at the end (512)")
+    group.add_argument("--max-ngram", type=int, metavar="N", help="lookup: longest run matched (3)")
+    group.add_argument(
+        "--no-calibrate",
+        dest="calibrate",
+        action="store_false",
+        help="auto: do not measure this machine, go by defaults",
+    )
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    """Nodes per depth, separated by commas."""
+    try:
+        return tuple(int(part) for part in text.split(",")) if text.strip() else ()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 4,16,16") from None
 
 
 def load(arguments: argparse.Namespace) -> LongSpec:
@@ -66,12 +113,14 @@ def load(arguments: argparse.Namespace) -> LongSpec:
 
     return LongSpec.from_pretrained(
         arguments.target,
+        arguments.draft,
         dtype=arguments.dtype,
         device=arguments.device,
         max_length=arguments.max_length,
         revision=arguments.revision,
         offline=arguments.offline,
         progress=True,
+        calibrate=arguments.calibrate,
     )
 
 

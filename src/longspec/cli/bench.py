@@ -10,7 +10,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from longspec.cli.arguments import add_model_arguments
+from longspec.cli.arguments import add_model_arguments, load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,12 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
     )
     add_model_arguments(vanilla)
+    vanilla.set_defaults(draft="none", calibrate=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from longspec.bench.vanilla import Timing, compare
     from longspec.errors import UserError
+    from longspec.hub import resolve
     from longspec.progress import count_bar
 
     for name in ("context", "repeats"):
@@ -38,9 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{name} is {getattr(arguments, name)}; it must be at least 1")
     if arguments.new_tokens < 2:
         raise UserError(f"--new-tokens is {arguments.new_tokens}; it must be at least 2")
+    # The one that transformers is to load, fetched before anything is timed.
+    folder = resolve(arguments.target, revision=arguments.revision, offline=arguments.offline).folder
     with count_bar("runs", arguments.repeats) as advance:
         result = compare(
-            load(arguments, draft="none"), arguments.context, arguments.new_tokens, arguments.repeats, advance
+            load(arguments), folder, arguments.context, arguments.new_tokens, arguments.repeats, advance
         )
     if arguments.json:
         ratios = {"decode_ratio": result.decode_ratio, "prefill_ratio": result.prefill_ratio}

@@ -15,7 +15,13 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from longspec.cli.arguments import add_model_arguments, add_sampling_arguments, load, options
+from longspec.cli.arguments import (
+    add_method_arguments,
+    add_model_arguments,
+    add_sampling_arguments,
+    load,
+    options,
+)
 
 if TYPE_CHECKING:
     from longspec.api import LongSpec
@@ -27,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="instructions that open the conversation")
     add_model_arguments(parser)
     add_sampling_arguments(parser)
+    add_method_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,7 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"{model.engine.name} has no chat template; use `longspec generate --raw` with it")
     opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(opening)
-    print(f"{printable(model.engine.name)}: /reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
+    print(
+        f"{printable(model.engine.name)}: /reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+    )
     with _line_history():
         for line in _lines():
             if line == "/exit":
@@ -57,13 +66,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _turn(model: LongSpec, messages: list[dict[str, str]], line: str, chosen: Options) -> None:
-    """One question and its answer; an error, or a stop before the answer, leaves the conversation as it was."""
+    """One question and its answer; an error, or a stop before it begins, leaves the conversation as it was."""
     from longspec.cli.terminal import figures, printable, write
     from longspec.errors import UserError
 
     question = {"role": "user", "content": line}
     try:
-        with model.stream([*messages, question], **_within_room(model, [*messages, question], chosen)) as stream:
+        with model.stream(
+            [*messages, question], **_within_room(model, [*messages, question], chosen)
+        ) as stream:
             try:
                 for piece in stream:
                     write(piece)

@@ -13,7 +13,13 @@ import json
 import sys
 from pathlib import Path
 
-from longspec.cli.arguments import add_model_arguments, add_sampling_arguments, load, options
+from longspec.cli.arguments import (
+    add_method_arguments,
+    add_model_arguments,
+    add_sampling_arguments,
+    load,
+    options,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     add_model_arguments(parser)
     add_sampling_arguments(parser)
+    add_method_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

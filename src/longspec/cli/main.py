@@ -70,14 +70,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    debug = {"action": "store_true", "help": "show the traceback of an error"}
-    common = argparse.ArgumentParser(add_help=False)
+    debug = "show the traceback of an error"
+    common = _Parser(add_help=False)
     # Without a default: it would overrule a --debug that came before the command.
-    common.add_argument("--debug", default=argparse.SUPPRESS, **debug)
+    common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
     parser = _Parser(
         prog="longspec", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--debug", **debug)
+    parser.add_argument("--debug", action="store_true", help=debug)
     parser.add_argument("--version", action="version", version=f"longspec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in _COMMANDS.items():

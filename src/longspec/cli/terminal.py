@@ -17,7 +17,7 @@ _VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def open_streams() -> None:
-    """Make the standard streams usable: a closed one leads nowhere, and what one cannot encode becomes a `?`."""
+    """Make the standard streams usable: a closed one leads nowhere, what one cannot encode becomes a `?`."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,13 +24,19 @@ class Row:
     finish_reason: str | None = None
     """None while running, then "eos", "stop" or "length"."""
     num_rounds: int = 0
-    accepted_by_depth: list[int] = field(default_factory=list)
-    """How many rounds had an accepted token kept at depth 1, 2, ..."""
+    depths: list[int] = field(default_factory=list)
+    """How each token came: drafted at this depth and accepted, or, where it is 0, from the target itself."""
 
     @property
     def finished(self) -> bool:
         """Whether the row is done."""
         return self.finish_reason is not None
+
+    @property
+    def accepted_by_depth(self) -> list[int]:
+        """How many rounds had an accepted token kept at depth 1, 2, ..."""
+        counts = Counter(self.depths)
+        return [counts[depth] for depth in range(1, max(self.depths, default=0) + 1)]
 
     @property
     def tau(self) -> float:
@@ -38,24 +45,20 @@ class Row:
 
     def keep_first(self, token: int) -> list[int]:
         """Take the token that the prefill chose."""
-        return self._keep((token,))
+        return self._keep((token,), (0,))
 
     def keep_round(self, emitted: Sequence[int]) -> list[int]:
         """Take what a round emitted, accepted tokens then the bonus; returns what was kept of it."""
-        kept = self._keep(emitted)
         self.num_rounds += 1
-        num_accepted = min(len(kept), len(emitted) - 1)
-        self.accepted_by_depth += [0] * (num_accepted - len(self.accepted_by_depth))
-        for depth in range(num_accepted):
-            self.accepted_by_depth[depth] += 1
-        return kept
+        return self._keep(emitted, (*range(1, len(emitted)), 0))
 
-    def _keep(self, emitted: Sequence[int]) -> list[int]:
+    def _keep(self, emitted: Sequence[int], depths: Sequence[int]) -> list[int]:
         start = len(self.tokens)
-        for token in emitted:
+        for token, depth in zip(emitted, depths, strict=True):
             if self.finished:
                 break
             self.tokens.append(token)
+            self.depths.append(depth)
             stopped = self.stop_after is not None and self.stop_after(token)
             if token in self.eos_ids:
                 self.finish_reason = "eos"

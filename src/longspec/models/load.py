@@ -47,11 +47,12 @@ def load_target(
     device: torch.device,
     dtype: torch.dtype,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
+    pack: bool = True,
 ) -> Transformer:
     """Build a frozen target from the tensors that `read` gives, ready for inference.
 
     On a CPU each layer's matrices are packed as soon as they are read, so that peak memory stays near
-    the size of the model.
+    the size of the model; for training, which needs gradients through the head, they are not (`pack`).
     """
     with torch.device("meta"):
         model = Transformer(config)
@@ -67,11 +68,12 @@ def load_target(
         on_progress(tensor.numel() * tensor.element_size())
         block = _block_of(name)
         waiting[block] -= 1
-        if block and not waiting[block]:
+        if pack and block and not waiting[block]:
             pack_linears(model.get_submodule(block))
     if config.tied_head:
         model.head.weight = model.embedding
-    pack_linears(model)
+    if pack:
+        pack_linears(model)
     return model
 
 

@@ -64,7 +64,9 @@ class Glide:
             target.device,
             target.dtype,
         )
-        tails = [row.prompt[-window:] for row in state.rows]
+        texts = [row.prompt + row.tokens for row in state.rows]
+        ends = state.cache.lengths.tolist()
+        tails = [text[:end][-window:] for text, end in zip(texts, ends, strict=True)]
         most = max(map(len, tails))
         tokens = torch.tensor([tail + [0] * (most - len(tail)) for tail in tails], device=target.device)
         counts = torch.tensor([len(tail) for tail in tails], device=target.device)

@@ -1,0 +1,216 @@
+"""Choosing a method by measurement: what a round costs here, against what the draft is known to gain."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from longspec.decoding.accept import accept_coupled
+from longspec.decoding.choose import Sampling
+from longspec.decoding.loop import DecodeState, Method, run_round, start
+from longspec.decoding.methods.make import DEFAULT_TREE, MethodOptions, make_method
+from longspec.decoding.methods.vanilla import Vanilla
+from longspec.decoding.row import Row
+from longspec.decoding.tree import TokenTree
+from longspec.models.draft import DraftHead, GlideDraft
+from longspec.models.target import Transformer
+
+Drafting = tuple[GlideDraft, DraftHead]
+
+CONTEXTS = (256, 2048)
+BATCHES = (1, 4)
+CHAINS = (1, 2, 3, 4, 6, 8)
+LOOKUPS = (2, 4, 7)
+# Of a draft that nobody has measured: each token is as likely as this to be accepted.
+ASSUMED = 0.6
+# Verifying a looked-up chain may cost this much more than a step: what is copied is often right at length.
+LOOKUP_COST = 1.35
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a round: of each candidate at each (context, batch)."""
+
+    seconds: dict[str, float]
+
+    @staticmethod
+    def key(candidate: str, context: int, batch: int) -> str:
+        """How a measurement is filed."""
+        return f"{candidate} @{context} x{batch}"
+
+    def ratio(self, candidate: str, context: int, batch: int) -> float | None:
+        """A candidate's round against a vanilla step, at the measured place nearest below."""
+        near = max((one for one in CONTEXTS if one <= context), default=CONTEXTS[0])
+        rows = max((one for one in BATCHES if one <= batch), default=BATCHES[0])
+        one = self.seconds.get(self.key(candidate, near, rows))
+        step = self.seconds.get(self.key("vanilla", near, rows))
+        return one / step if one and step else None
+
+
+def candidates(draft: GlideDraft | None, acceptance: dict[str, Any]) -> dict[str, MethodOptions]:
+    """What is worth measuring, by name."""
+    found = {f"lookup {gamma}": MethodOptions("lookup", gamma=gamma) for gamma in LOOKUPS}
+    if draft is None:
+        return found
+    deepest = draft.config.max_lag
+    for gamma in CHAINS:
+        if gamma <= deepest:
+            found[f"seq {gamma}"] = MethodOptions("seq", gamma=gamma)
+    shapes = [tuple(map(int, name.split(","))) for name in acceptance.get("trees", {})] or [DEFAULT_TREE]
+    for shape in shapes:
+        if len(shape) <= deepest:
+            found[f"tree {','.join(map(str, shape))}"] = MethodOptions("tree", tree_shape=shape)
+    return found
+
+
+def gain(options: MethodOptions, acceptance: dict[str, Any]) -> float:
+    """Tokens that a round is expected to emit."""
+    depth = options.gamma if options.method == "seq" else len(options.tree_shape)
+    table: Sequence[float] | None = acceptance.get("chain")
+    if options.method == "tree":
+        table = acceptance.get("trees", {}).get(",".join(map(str, options.tree_shape)))
+    if table is None:
+        table = [ASSUMED**power for power in range(1, depth + 1)]
+    return 1 + sum(table[:depth])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which method for which context and batch. Made once, from measurements; the same ever after."""
+
+    costs: Costs
+    acceptance: dict[str, Any]
+    options: dict[str, MethodOptions]
+
+    def pick(self, context: int, batch: int) -> tuple[MethodOptions, float]:
+        """The method, and how many tokens a round of it must emit to be worth its cost."""
+        best, speed = (MethodOptions("vanilla"), 1.0), 1.0
+        for name, options in self.options.items():
+            ratio = self.costs.ratio(name, context, batch)
+            if ratio is None or options.method == "lookup":
+                continue
+            if gain(options, self.acceptance) / ratio > speed:
+                best, speed = (options, ratio), gain(options, self.acceptance) / ratio
+        if best[0].method != "vanilla":
+            return best
+        for name, options in self.options.items():
+            ratio = self.costs.ratio(name, context, batch)
+            if ratio is not None and options.method == "lookup" and ratio <= LOOKUP_COST:
+                best = (options, ratio)  # the longest that is cheap enough: they come in order
+        return best
+
+
+class Guarded:
+    """A method that pauses while it loses: when its rounds emit less than they cost, vanilla takes over.
+
+    After a pause it gets another, short chance. What is said is the same either way.
+    """
+
+    CHANCE, PAUSE = 6, 32
+
+    def __init__(self, method: Method, break_even: float) -> None:
+        self.name, self.tree_shape, self.num_nodes = method.name, method.tree_shape, method.num_nodes
+        self._method, self._break_even = method, break_even
+        self._vanilla = Vanilla()
+        self._rounds, self._emitted = 0, 0.0
+        self._proposed = False
+        self._paused = 0
+
+    def begin(self, state: DecodeState) -> None:
+        """See `Method.begin`."""
+        self._method.begin(state)
+
+    def propose(self, state: DecodeState) -> TokenTree:
+        """See `Method.propose`."""
+        if self._proposed:
+            self._note(state)
+        if self._paused:
+            self._paused -= 1
+            if self._paused:
+                self._proposed = False
+                return self._vanilla.propose(state)
+            self._rounds, self._emitted = 0, 0.0
+            self._method.begin(state)
+        tree = self._method.propose(state)
+        self._proposed = tree.num_nodes > 1
+        return tree
+
+    def _note(self, state: DecodeState) -> None:
+        """Judge by the rounds that had something proposed, the latest counting most."""
+        self._rounds += 1
+        fresh = float(state.num_emitted.double().mean())
+        weight = 1 / min(self._rounds, 2 * self.CHANCE)
+        self._emitted += weight * (fresh - self._emitted)
+        if self._rounds >= self.CHANCE and self._emitted < self._break_even:
+            self._paused = self.PAUSE
+
+
+class _Chain:
+    """Proposes nonsense, to time what verifying so many nodes costs."""
+
+    name = "chain"
+    tree_shape: tuple[int, ...] | None = None
+
+    def __init__(self, gamma: int) -> None:
+        self.num_nodes = gamma + 1
+
+    def begin(self, state: DecodeState) -> None:
+        """Nothing to do."""
+
+    def propose(self, state: DecodeState) -> TokenTree:
+        """The root, over and over."""
+        return TokenTree.chain(state.roots[:, None].repeat(1, self.num_nodes))
+
+
+def measure(
+    target: Transformer,
+    draft: Drafting | None,
+    options: dict[str, MethodOptions],
+    limit: int,
+    on_measured: Callable[[int], None] = lambda number: None,
+) -> Costs:
+    """Time a round of every candidate, at every context and batch that `limit` tokens of context allow."""
+    seconds = {}
+    for context, batch in measured_places(limit):
+        for name, one in {"vanilla": MethodOptions("vanilla"), **options}.items():
+            method: Method = _Chain(one.gamma) if one.method == "lookup" else _method(one, draft)
+            seconds[Costs.key(name, context, batch)] = _time(target, method, context, batch)
+            on_measured(1)
+    return Costs(seconds)
+
+
+def measured_places(limit: int) -> Iterable[tuple[int, int]]:
+    """The (context, batch) pairs that are measured: every context alone, and the shortest in a batch."""
+    for context in CONTEXTS:
+        if context == CONTEXTS[0] or context < limit:
+            yield context, 1
+    yield CONTEXTS[0], BATCHES[1]
+
+
+def _method(options: MethodOptions, draft: Drafting | None) -> Method:
+    return make_method(options, Sampling(), draft)[0]
+
+
+def _time(target: Transformer, method: Method, context: int, batch: int, repeats: int = 4) -> float:
+    cache = target.new_cache(batch, context + 2 * method.num_nodes)
+    cache.keys.zero_()
+    cache.values.zero_()
+    rows = [Row([1] * context, 0, 10**6) for _ in range(batch)]
+    state = start(target, cache, rows, Sampling())
+    target.rope.reserve(cache.capacity)
+    times = []
+    with torch.inference_mode():
+        cache.advance(context)
+        method.begin(state)
+        for _ in range(repeats + 1):
+            started = time.perf_counter()
+            run_round(state, method, accept_coupled)
+            times.append(time.perf_counter() - started)
+            cache.truncate(torch.full_like(cache.lengths, context))
+    # The first has the set-up of kernels in it; of the rest the fastest is the least disturbed.
+    return min(statistics.median(times[1:]), min(times[1:]) * 1.2)

@@ -1,0 +1,225 @@
+"""The names the field knows, `LlamaGlide` and `Qwen2Glide`: a thin face over target, draft and decoding."""
+
+from __future__ import annotations
+
+import time
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from longspec import hub
+from longspec.attention import choose_backend
+from longspec.config import DraftConfig, ModelConfig
+from longspec.decoding.choose import Sampling
+from longspec.decoding.loop import decode, start
+from longspec.decoding.methods.make import DEFAULT_TREE, MethodOptions, make_method
+from longspec.decoding.row import Row
+from longspec.errors import UserError
+from longspec.models.checkpoint import WeightFiles
+from longspec.models.draft import DraftHead, GlideDraft
+from longspec.models.draft_files import load_draft
+from longspec.models.files import eos_ids, read_config
+from longspec.models.load import load_target
+
+# What users of `transformers` may ask for, by the backend that does it here.
+_BACKENDS = {None: "auto", "flash_attention_2": "auto", "sdpa": "torch", "eager": "reference"}
+
+
+class GlideModel(nn.Module):
+    """A frozen target (`model`, with its `lm_head`) and the draft to be trained for it (`draft_model`)."""
+
+    families: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        config: Any,
+        target_model_path: str | PathLike[str],
+        glide_path: str | PathLike[str] | None = None,
+        *,
+        torch_dtype: torch.dtype | str | None = None,
+        attn_implementation: str | None = None,
+        draft_config: DraftConfig | None = None,
+    ) -> None:
+        """Load the target, and the draft at `glide_path`, or make a fresh one.
+
+        config is the target's Hugging Face config; None reads the one beside the weights.
+        """
+        super().__init__()
+        name = fspath(target_model_path)
+        folder = hub.resolve(name).folder
+        shape = read_config(folder) if config is None else ModelConfig.from_hf(config)
+        if shape.family not in self.families:
+            raise UserError(
+                f"{type(self).__name__} is for {' or '.join(self.families)}, and {name} is {shape.family}"
+            )
+        if attn_implementation not in _BACKENDS:
+            raise UserError(
+                f"attn_implementation {attn_implementation!r} is unknown; use one of {list(_BACKENDS)}"
+            )
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with WeightFiles(folder) as weights:
+            self.model = load_target(shape, weights.tensor, device, _dtype(torch_dtype, device), pack=False)
+        self.model.attention = choose_backend(_BACKENDS[attn_implementation])
+        self.eos_ids = eos_ids(folder)
+        if glide_path is None:
+            self.draft_model = GlideDraft(shape, draft_config or DraftConfig())
+            self.draft_model.initialise()
+            self.draft_model.to(device=device, dtype=self.model.dtype)
+        else:
+            self.draft_model = load_draft(_draft_path(glide_path), self.model, name).draft
+        self.draft_model.requires_grad_(True)
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The target's head, which the draft uses too."""
+        return self.model.head
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | PathLike[str],
+        state_dict: dict[str, Tensor] | None = None,
+        draft_model_name_or_path: str | PathLike[str] | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+        attn_implementation: str | None = None,
+        ignore_mismatched_sizes: bool = False,
+        **draft: Any,
+    ) -> Self:
+        """Load the target at `path` with a draft; what else is given makes a fresh draft's `DraftConfig`.
+
+        state_dict holds weights for the draft; with `ignore_mismatched_sizes`, those that do not fit are
+        left as they are.
+        """
+        config = DraftConfig(**draft) if draft else None
+        loaded = cls(
+            None,
+            path,
+            draft_model_name_or_path,
+            torch_dtype=torch_dtype,
+            attn_implementation=attn_implementation,
+            draft_config=config,
+        )
+        if state_dict is not None:
+            known = loaded.draft_model.state_dict()
+            given = {name.removeprefix("draft_model."): value for name, value in state_dict.items()}
+            if ignore_mismatched_sizes:
+                given = {k: v for k, v in given.items() if k in known and known[k].shape == v.shape}
+            loaded.draft_model.load_state_dict(given, strict=not ignore_mismatched_sizes)
+        return loaded
+
+    def vanilla_generate(
+        self,
+        input_ids: Tensor,
+        prompt_length: Tensor,
+        max_gen_len: int = 64,
+        eos_id: int | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> tuple[Tensor, int, float]:
+        """The target alone. Returns the tokens [B, max_gen_len], the rounds and the seconds."""
+        options = MethodOptions("vanilla")
+        found = self._generate(options, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
+        return found[0], found[2], found[3]
+
+    def spec_generate(
+        self,
+        input_ids: Tensor,
+        prompt_length: Tensor,
+        gamma: int = 4,
+        max_gen_len: int = 64,
+        eos_id: int | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> tuple[Tensor, int, int, float, Tensor]:
+        """The draft's chain. Returns tokens, accepted, rounds, seconds, and which tokens were drafted."""
+        options = MethodOptions("seq", gamma=gamma)
+        return self._generate(options, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
+
+    def tree_spec_generate(
+        self,
+        input_ids: Tensor,
+        prompt_length: Tensor,
+        tree_shape: list[int] | None = None,
+        max_gen_len: int = 64,
+        eos_id: int | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> tuple[Tensor, int, int, float, Tensor]:
+        """The draft's tree; returns as `spec_generate`."""
+        options = MethodOptions("tree", tree_shape=tuple(tree_shape or DEFAULT_TREE))
+        return self._generate(options, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
+
+    def magicdec_generate(
+        self,
+        input_ids: Tensor,
+        prompt_length: Tensor,
+        gamma: int = 4,
+        max_gen_len: int = 64,
+        eos_id: int | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> tuple[Tensor, int, int, float, Tensor]:
+        """The target drafting for itself; returns as `spec_generate`."""
+        options = MethodOptions("magicdec", gamma=gamma)
+        return self._generate(options, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
+
+    def _generate(
+        self,
+        options: MethodOptions,
+        input_ids: Tensor,
+        prompt_length: Tensor,
+        max_gen_len: int,
+        eos_id: int | None,
+        temperature: float,
+        seed: int,
+    ) -> tuple[Tensor, int, int, float, Tensor]:
+        """Rows of `input_ids` [B, T] are prompts of `prompt_length` [B] tokens, padded on the right."""
+        ends = self.eos_ids if eos_id is None else frozenset({eos_id})
+        lengths = torch.as_tensor(prompt_length).expand(input_ids.shape[0]).tolist()
+        rows = [
+            Row(ids[:length], seed + index, max_gen_len, ends)
+            for index, (ids, length) in enumerate(zip(input_ids.tolist(), lengths, strict=True))
+        ]
+        sampling = Sampling(temperature=temperature)
+        head = DraftHead(self.model, self.draft_model.vocab_ids)
+        method, acceptance = make_method(options, sampling, (self.draft_model, head))
+        capacity = max(lengths) + max_gen_len + method.num_nodes
+        state = start(self.model, self.model.new_cache(len(rows), capacity), rows, sampling)
+        turns = decode(state, method, acceptance)
+        next(turns)
+        started = time.perf_counter()
+        for _ in turns:
+            pass
+        seconds = time.perf_counter() - started
+        tokens = input_ids.new_zeros(len(rows), max_gen_len)
+        drafted = torch.zeros_like(tokens)
+        for index, row in enumerate(rows):
+            tokens[index, : len(row.tokens)] = tokens.new_tensor(row.tokens)
+            drafted[index, : len(row.tokens)] = tokens.new_tensor([depth > 0 for depth in row.depths])
+        num_rounds = sum(row.num_rounds for row in rows)
+        return tokens, int(drafted.sum()), num_rounds, seconds, drafted
+
+
+class LlamaGlide(GlideModel):
+    """A Llama target with its draft."""
+
+    families = ("llama",)
+
+
+class Qwen2Glide(GlideModel):
+    """A Qwen2 target (QwQ too) with its draft."""
+
+    families = ("qwen2", "qwen3")
+
+
+def _draft_path(path: str | PathLike[str]) -> Path:
+    return hub.resolve_draft(fspath(path))
+
+
+def _dtype(wanted: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    from longspec.models.placement import pick_dtype
+
+    return wanted if isinstance(wanted, torch.dtype) else pick_dtype(wanted or "auto", device)

@@ -1,0 +1,1 @@
+"""The published import paths of the models that are trained."""

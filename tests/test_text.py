@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from longspec.text import TextStream
 
@@ -42,6 +43,30 @@ def test_any_tokens_stream_to_what_they_decode_to(tokens: list[int]) -> None:
     whole = _TOKENIZER[0].decode(tokens, skip_special_tokens=True)
     # Bytes that are no character may be replaced in other groups when they come one by one.
     assert stream.text.replace("\ufffd", "") == whole.replace("\ufffd", "")
+
+
+def llama_like_tokenizer() -> Any:
+    """Words begin with their space, which is dropped at the beginning of a text; the rest comes as bytes."""
+    tokens = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁hi", "ho", "▁ho"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+# Specials, words, and the three bytes of a euro sign.
+PARTS = [[0], [1], [258], [259], [260], [261], [0xE2 + 2, 0x82 + 2, 0xAC + 2]]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(PARTS), max_size=8))
+def test_spaces_survive_special_tokens(parts: list[list[int]]) -> None:
+    tokenizer = llama_like_tokenizer()
+    stream = TextStream(tokenizer)
+    tokens = [token for part in parts for token in part]
+    pieces = [stream.push(token) for token in tokens] + [stream.finish()]
+    assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def test_emoji_comes_whole() -> None:

@@ -61,9 +61,11 @@ class TextStream:
         certain = window[: len(window) - unfinished]
         new, self._given = certain[self._given :], max(self._given, len(certain))
         if not unfinished:
-            last = self._tokens[self._settled :]
-            self._context, self._settled = self._settled, len(self._tokens)
-            self._given = len(self._decode(last))
+            # Special tokens have no text, and so are no context for those who look back: keep what has some.
+            if self._decode(self._tokens[self._settled :]):
+                self._context = self._settled
+            self._settled = len(self._tokens)
+            self._given = len(self._decode(self._tokens[self._context :]))
         return new
 
     def _decode(self, tokens: list[int]) -> str:

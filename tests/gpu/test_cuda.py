@@ -78,6 +78,17 @@ def test_attention_matches_fp64(
         torch.testing.assert_close(lse, true_lse, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_are_fp32(dtype: torch.dtype) -> None:
+    target = tiny_target(3, hidden_size=64, vocab_size=1000).to(device=GPU, dtype=dtype)
+    for shape in ((1, 64), (3, 64), (2, 7, 64)):
+        hidden = torch.randn(shape, device=GPU).to(dtype)
+        with torch.inference_mode():
+            logits = target.logits(hidden)
+        exact = hidden.double() @ target.head.weight.double().T
+        torch.testing.assert_close(logits.double(), exact, atol=1e-5, rtol=1e-5)
+
+
 def run(target: Transformer, sampling: Sampling, method: Method) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(40, (n,), generator=generator).tolist() for n in (3, 40, 17)]

@@ -19,6 +19,7 @@ from transformers import (
 
 from longspec import LongSpec
 from longspec.config import ModelConfig
+from longspec.models.draft import DraftHead
 from longspec.models.load import load_target
 from longspec.models.target import Transformer
 
@@ -161,3 +162,18 @@ def test_smollm2_says_what_transformers_makes_it_say(smollm2: LongSpec, smollm2_
         expected = theirs.generate(ids, max_new_tokens=64, do_sample=False)[0, ids.shape[1] :].tolist()
         assert ours.token_ids == expected
         assert len(expected) > 10
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_of_half_precision_weights_are_fp32(dtype: torch.dtype) -> None:
+    _, ours = random_pair("llama")
+    config = ours.config
+    torch.manual_seed(0)
+    ours = Transformer(config).to(dtype)
+    torch.nn.init.normal_(ours.head.weight)
+    draft_head = DraftHead(ours, torch.arange(0, config.vocab_size, 3))
+    for shape in ((1,), (2, 3)):
+        hidden = torch.randn(*shape, config.hidden_size).to(dtype)
+        exact = hidden.double() @ ours.head.weight.double().T
+        torch.testing.assert_close(ours.logits(hidden).double(), exact, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(draft_head(hidden).double(), exact[..., ::3], atol=1e-4, rtol=1e-5)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError
-from longspec.models.layers import FeedForward, Linear, PackedLinear, RMSNorm
+from longspec.models.layers import FeedForward, Linear, PackedLinear, RMSNorm, scores
 from longspec.models.rope import rotate
 from longspec.models.target import Transformer
 
@@ -128,4 +128,4 @@ class DraftHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Scores [..., V'] in fp32."""
-        return self._target[0].logits(hidden) if self.rows is None else self.rows(hidden).float()
+        return self._target[0].logits(hidden) if self.rows is None else scores(self.rows, hidden)

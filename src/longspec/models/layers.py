@@ -100,6 +100,21 @@ def pack_linears(module: nn.Module) -> None:
             pack_linears(child)
 
 
+# So much of a half-precision head is turned into fp32 at a time.
+_HEAD_ROWS = 16384
+
+
+def scores(head: nn.Module, hidden: Tensor) -> Tensor:
+    """The head's scores in fp32, whatever the type of its weights: rounded to that, near ones would tie."""
+    if not isinstance(head, Linear) or head.weight.dtype == torch.float32:
+        return head(hidden)
+    weight = head.weight
+    if weight.is_cuda and not torch.is_grad_enabled():
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return torch.mm(flat, weight.T, out_dtype=torch.float32).view(*hidden.shape[:-1], -1)
+    return torch.cat([F.linear(hidden.float(), part.float()) for part in weight.split(_HEAD_ROWS)], -1)
+
+
 class SelfAttention(nn.Module):
     """Grouped-query self-attention of one layer over the cache."""
 

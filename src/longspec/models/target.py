@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from longspec.attention import Attention, choose_backend
 from longspec.cache import KVCache
 from longspec.config import ModelConfig
-from longspec.models.layers import Block, ForwardPass, Linear, RMSNorm
+from longspec.models.layers import Block, ForwardPass, Linear, RMSNorm, scores
 from longspec.models.rope import RopeTable
 
 
@@ -71,4 +71,4 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores over the vocabulary in fp32, of hidden states that `forward` returned."""
-        return self.head(hidden).float()
+        return scores(self.head, hidden)

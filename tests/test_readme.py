@@ -51,3 +51,12 @@ def test_make_targets_exist() -> None:
     named = set(re.findall(r"make (\w[\w-]*)", README + (ROOT / "CONTRIBUTING.md").read_text()))
     assert named >= {"demo", "test"}
     assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in named)
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / page).read_text())
+    missing = [link for link in links if "://" not in link and not ((ROOT / page).parent / link).exists()]
+    assert not missing

@@ -54,4 +54,4 @@ def tiny_folder(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture
 def tiny(tiny_folder: Path) -> LongSpec:
     """That one, loaded; greedy and on the CPU."""
-    return LongSpec.from_pretrained(str(tiny_folder), dtype="float32", device="cpu")
+    return LongSpec.from_pretrained(str(tiny_folder), dtype="float32", device="cpu", calibrate=False)

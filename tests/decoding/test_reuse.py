@@ -125,22 +125,22 @@ def test_what_does_not_fit_in_memory_is_refused_with_what_would(
     tiny: LongSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = list(range(100, 150))
-    tiny.generate(prompt, max_new_tokens=4)
+    tiny.generate(prompt, max_new_tokens=4, method="vanilla")
     per_token = tiny.engine.target.config.kv_bytes_per_token(4)
     free = 256 * 2**20 + 100 * per_token
     monkeypatch.setattr("longspec.decoding.reuse.free_memory", lambda device: free)
     with pytest.raises(UserError, match="has room for") as refused:
-        tiny.generate(prompt + prompt, max_new_tokens=1900)
+        tiny.generate(prompt + prompt, max_new_tokens=1900, method="vanilla")
     found = re.search(r"room for (\d+) tokens", str(refused.value))
     assert found
     assert len(prompt) < int(found[1]) < 200, "what the store holds would come free"
-    again = tiny.generate(prompt, max_new_tokens=4)
+    again = tiny.generate(prompt, max_new_tokens=4, method="vanilla")
     assert again.prefilled_tokens == 1, "nothing was given up for a request that is refused"
     tiny.reset()
-    assert tiny.generate(prompt, max_new_tokens=49, eos_ids=()).tokens == 49
+    assert tiny.generate(prompt, max_new_tokens=49, eos_ids=(), method="vanilla").tokens == 49
     tiny.reset()
     with pytest.raises(UserError, match="has room for 99 tokens"):
-        tiny.generate(prompt, max_new_tokens=50)
+        tiny.generate(prompt, max_new_tokens=50, method="vanilla")
 
 
 def test_an_allocator_that_gives_up_is_explained(tiny: LongSpec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,7 @@ class Request:
             method=self._method.name,
             tree_shape=list(self._method.tree_shape) if self._method.tree_shape else None,
             target=self._engine.name,
-            draft=self._engine.draft_name if self._method.tree_shape else None,
+            draft=self._engine.draft_name if self._method.name in ("seq", "tree") else None,
             device=str(target.device),
             dtype=str(target.dtype).removeprefix("torch."),
         )

@@ -34,7 +34,9 @@ def fresh(target: Transformer, config: DraftConfig = OURS) -> GlideDraft:
 def test_a_draft_comes_back_as_it_was(tmp_path: Path) -> None:
     target = tiny_target()
     draft = fresh(target)
-    save_draft(draft, tmp_path, Fingerprint.of(target), "tiny", {"chain": [0.5]})
+    draft.save_pretrained(tmp_path, target, "tiny", {"chain": [0.5]})
+    again = GlideDraft.from_pretrained(tmp_path, target, "tiny")
+    assert torch.equal(again.qkv.weight, draft.qkv.weight)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loaded = load_draft(tmp_path, target, "tiny")
@@ -177,6 +179,13 @@ def test_the_published_faces(face: Any, tmp_path: Path) -> None:
 def test_a_face_refuses_another_family(smollm2_folder: Path) -> None:
     with pytest.raises(UserError, match="Qwen2Glide is for qwen2"):
         Qwen2Glide(None, smollm2_folder)
+
+
+def test_pushing_without_a_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    target = tiny_target()
+    with pytest.raises(UserError, match="cannot push the draft to me/draft: "):
+        fresh(target).push_to_hub("me/draft", target, "tiny")
 
 
 def test_cross_layers_must_exist() -> None:

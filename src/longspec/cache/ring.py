@@ -45,6 +45,12 @@ class DraftCache:
             draft.window,
         )
 
+    @staticmethod
+    def size_of(target: ModelConfig, draft: DraftConfig, num_nodes: int, dtype: torch.dtype) -> int:
+        """Bytes that `empty` takes for one row."""
+        entries = draft.window + num_nodes + 1
+        return entries * (2 * target.num_kv_heads * target.head_dim * dtype.itemsize + 8)
+
     @property
     def num_bytes(self) -> int:
         """Size of the buffers."""

@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
+    from longspec.cache import DraftCache
+    from longspec.config import DraftConfig
+    from longspec.decoding.methods.make import DEFAULT_TREE
     from longspec.hub import resolve
     from longspec.models.files import read_config
     from longspec.models.placement import gigabytes, pick_device, pick_dtype, plan_memory
@@ -38,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = read_config(files.folder, files.config)
     limit = files.entry.context if files.entry else config.max_length
     plan = plan_memory(config, dtype, device)
+    ring = DraftCache.size_of(config, DraftConfig(), sum(DEFAULT_TREE) + 1, dtype)
     facts = {
         "target": files.name,
         "family": config.family,
@@ -52,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         "dtype": str(dtype).removeprefix("torch."),
         "weights_bytes": plan.weights,
         "kv_bytes_per_token": plan.kv_per_token,
+        "draft_kv_bytes": ring,
         "free_bytes": plan.free,
         "context_that_fits": min(limit, plan.context_that_fits),
     }
@@ -67,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"  weights        {gigabytes(plan.weights)} in {facts['dtype']}")
     whole = gigabytes(plan.kv_per_token * limit)
     print(f"  KV cache       {plan.kv_per_token:,} bytes per token, {whole} at the context limit")
+    print(f"  draft KV       {ring:,} bytes for a draft's window and tree, at any context")
     print(f"  context limit  {limit:,} tokens")
     print(f"  fits here      {fits:,} tokens ({gigabytes(plan.free)} free on {device})")
     return 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from os import PathLike, fspath
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +62,48 @@ class GlideDraft(nn.Module):
             )
         ids = torch.arange(config.draft_vocab)
         self.register_buffer("vocab_ids", ids if config.draft_vocab else None)
+
+    @classmethod
+    def from_pretrained(cls, path: str | PathLike[str], target: Transformer, target_name: str) -> GlideDraft:
+        """Read a draft for this target: one of our folders, a published one, a .pth file or a hub id."""
+        from longspec.hub import resolve_draft
+        from longspec.models.draft_files import load_draft
+
+        return load_draft(resolve_draft(fspath(path)), target, target_name).draft
+
+    def save_pretrained(
+        self,
+        folder: str | PathLike[str],
+        target: Transformer,
+        target_name: str,
+        acceptance: dict[str, Any] | None = None,
+    ) -> None:
+        """Write `config.json` and `model.safetensors`, with what tells this target from others."""
+        from longspec.models.draft_files import Fingerprint, save_draft
+
+        save_draft(self, Path(folder), Fingerprint.of(target), target_name, acceptance)
+
+    def push_to_hub(
+        self,
+        hub_id: str,
+        target: Transformer,
+        target_name: str,
+        acceptance: dict[str, Any] | None = None,
+        private: bool = False,
+    ) -> str:
+        """Save to a repository of the Hugging Face hub, made if need be; returns its address."""
+        from huggingface_hub import HfApi
+
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder, target, target_name, acceptance)
+            api = HfApi()
+            try:
+                repository = api.create_repo(hub_id, private=private, exist_ok=True)
+                api.upload_folder(repo_id=hub_id, folder_path=folder, commit_message="Draft by longspec")
+            except Exception as error:  # no login, no network, no rights: the hub's client says which
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise UserError(f"cannot push the draft to {hub_id}: {reason}") from error
+        return str(repository)
 
     def initialise(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
         """Fresh weights: small normal matrices, zero biases, unit norms."""

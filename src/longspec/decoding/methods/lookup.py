@@ -13,11 +13,11 @@ class Lookup:
     """A chain of up to `gamma` tokens, copied from behind the newest earlier place that matches best."""
 
     name = "lookup"
-    tree_shape: tuple[int, ...] | None = None
 
     def __init__(self, gamma: int, max_ngram: int = 3, min_ngram: int = 2) -> None:
         self.gamma = gamma
         self.num_nodes = gamma + 1
+        self.tree_shape: tuple[int, ...] | None = (1,) * gamma
         self._sizes = range(max_ngram, min_ngram - 1, -1)
         self._indices: list[NgramIndex] = []
 

@@ -19,11 +19,11 @@ class MagicDec:
     """
 
     name = "magicdec"
-    tree_shape: tuple[int, ...] | None = None
 
     def __init__(self, gamma: int, sinks: int, window: int, draws: bool) -> None:
         self.gamma = gamma
         self.num_nodes = gamma + 1
+        self.tree_shape: tuple[int, ...] | None = (1,) * gamma
         self._sinks, self._window = sinks, window
         self._draws = draws
 

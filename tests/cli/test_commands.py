@@ -22,7 +22,7 @@ from longspec.cli.chat import _turn
 from longspec.cli.terminal import printable
 
 PROGRAM = (sys.executable, "-m", "longspec.cli.main")
-GENERATE = (*PROGRAM, "generate", "--temperature", "0", "--max-new-tokens", "12")
+GENERATE = (*PROGRAM, "generate", "--temperature", "0", "--max-new-tokens", "12", "--method", "vanilla")
 pytestmark = pytest.mark.usefixtures("smollm2_folder")
 
 

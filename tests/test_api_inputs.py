@@ -125,6 +125,7 @@ CONFIGS = [
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": "x"}}, "beta_fast = 'x'"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4}}, "low_freq_factor = 4"),
     ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": None}, "sliding_window = 4"),
+    ({"layer_types": 5, "sliding_window": 4, "use_sliding_window": True}, "sliding_window = 4"),
     ({"quantization_config": "abc"}, "quantization_config = 'abc'"),
     ({"eos_token_id": "2"}, "eos_token_id is '2'"),
 ]

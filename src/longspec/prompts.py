@@ -68,7 +68,7 @@ class PromptEncoder:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:
             # Whatever a broken tokenizer file makes the library raise, the user needs the folder's name.
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise UserError(f"cannot read the tokenizer in {folder}: {reason}") from error
         if not self.tokenizer.chat_template:
             self.tokenizer.chat_template = chat_template

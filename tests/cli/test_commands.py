@@ -25,7 +25,7 @@ from longspec.models.draft import GlideDraft
 from tests.decoding.scripted import tiny_target
 
 PROGRAM = (sys.executable, "-m", "longspec.cli.main")
-GENERATE = (*PROGRAM, "generate", "--temperature", "0", "--max-new-tokens", "12")
+GENERATE = (*PROGRAM, "generate", "--temperature", "0", "--max-new-tokens", "12", "--method", "vanilla")
 pytestmark = pytest.mark.usefixtures("smollm2_folder")
 
 

@@ -48,7 +48,7 @@ def test_generate_reads_files_and_standard_input_alike(tmp_path: Path) -> None:
     question = "What is the capital of France?"
     (tmp_path / "prompt.txt").write_text(question)
     outputs = [
-        json.loads(run(*GENERATE, "--method", "vanilla", "--json", "--seed", "3", *where, text=text).stdout)
+        json.loads(run(*GENERATE, "--json", "--seed", "3", *where, text=text).stdout)
         for where, text in (
             ((question,), None),
             (("--file", str(tmp_path / "prompt.txt")), None),

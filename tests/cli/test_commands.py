@@ -20,6 +20,9 @@ import pytest
 from longspec import LongSpec
 from longspec.cli.chat import _turn
 from longspec.cli.terminal import printable
+from longspec.config import DraftConfig
+from longspec.models.draft import GlideDraft
+from tests.decoding.scripted import tiny_target
 
 PROGRAM = (sys.executable, "-m", "longspec.cli.main")
 GENERATE = (*PROGRAM, "generate", "--temperature", "0", "--max-new-tokens", "12", "--method", "vanilla")
@@ -82,6 +85,11 @@ BAD = {
     "no Unicode": (("\udcff",), "not valid Unicode"),
     "escape sequence": (("--target", "./\x1b[31mnone", "Hi"), "␛[31mnone"),
     "revision": (("--revision", "v1", "Hi"), "leave out revision 'v1'"),
+    "gamma": (("--method", "lookup", "--gamma", "0", "Hi"), "gamma is 0"),
+    "empty tree": (("--method", "tree", "--tree-shape", "", "Hi"), "tree_shape is []"),
+    "large tree": (("--method", "tree", "--tree-shape", "4,900", "Hi"), "905 nodes"),
+    "no draft": (("--method", "tree", "Hi"), "needs a draft"),
+    "missing draft": (("--draft", "./none", "Hi"), "./none"),
     "too long": (("--max-length", "20", "word " * 50), "the context holds 20"),
     "answer too long": (("--max-new-tokens", "9000", "Hi"), "new tokens fit"),
     "no network": (("--target", "some-org/some-model", "Hi"), "some-org/some-model"),
@@ -117,6 +125,47 @@ def test_a_damaged_model_is_refused_and_debug_shows_where(smollm2_folder: Path, 
         debug = run(*arguments)
         assert debug.returncode != 0
         assert "Traceback" in debug.stderr
+
+
+def test_whose_draft_it_is(smollm2_folder: Path, tmp_path: Path) -> None:
+    other = tiny_target()
+    draft = GlideDraft(other.config, DraftConfig())
+    draft.initialise()
+    draft.save_pretrained(tmp_path, other, "tiny")
+    result = run(*GENERATE, "--draft", str(tmp_path), "Hi")
+    assert result.returncode == 2
+    (line,) = result.stderr.strip().splitlines()
+    assert "trained for tiny, not for smollm2-135m" in line
+    # The same shape with other weights: used, with a warning. Its answers are right all the same.
+    config = json.loads((tmp_path / "config.json").read_text())
+    model = LongSpec.from_pretrained(str(smollm2_folder), draft="none")
+    mine = GlideDraft(model.engine.target.config, DraftConfig(draft_vocab=50))
+    mine.initialise()
+    mine.save_pretrained(tmp_path, model.engine.target, "my-tuned-model")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["fingerprint"]["weights"][0] += 0.5
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ("--method", "tree", "--tree-shape", "2,2", "--draft", str(tmp_path))
+    result = run(*GENERATE, *options, "What is the capital of France?")
+    assert (result.returncode, result.stdout) == (0, "The capital of France is Paris.\n")
+    warning, figures = result.stderr.strip().splitlines()
+    assert warning.startswith("longspec: warning: the draft ")
+    assert "my-tuned-model" in warning
+    assert "tree 2,2, tau 1." in figures
+
+
+def test_bench_generate_tells_speed_and_sameness(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Hi"}\n{"turns": ["Say: a b c d, a b c d, a b c d", "more"]}\n')
+    bench = (*PROGRAM, "bench", "generate", "--repeats", "1", "--max-new-tokens", "12")
+    figures = json.loads(run(*bench, "--prompts", str(prompts), "--methods", "lookup", "--json").stdout)
+    assert [one["method"] for one in figures] == ["vanilla", "lookup"]
+    assert [one["different"] for one in figures] == [0, 0]
+    assert figures[0]["speedup"] == 1.0
+    prompts.write_text('{"prompt": "Hi"}\n{"question": "?"}\n')
+    result = run(*bench, "--prompts", str(prompts))
+    assert result.returncode == 2
+    assert "prompts.jsonl, line 2" in result.stderr
 
 
 def test_no_network_for_the_default_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -254,7 +303,7 @@ class Terminal:
 def test_chat_keeps_the_conversation_and_ctrl_c_stops_only_the_answer(
     smollm2_folder: Path, tmp_path: Path
 ) -> None:
-    chat = (*PROGRAM, "chat", "--target", str(smollm2_folder), "--temperature", "0")
+    chat = (*PROGRAM, "chat", "--target", str(smollm2_folder), "--temperature", "0", "--no-calibrate")
     with Terminal(*chat, LONGSPEC_CACHE=str(tmp_path), TERM="dumb") as terminal:
         terminal.wait_for("> ")
         terminal.type("What is the capital of France?\n")

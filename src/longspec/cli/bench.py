@@ -1,7 +1,8 @@
 """Measure this machine, side by side in one run.
 
-longspec bench vanilla                 vanilla decoding against transformers' generate
-longspec bench vanilla --context 4096 --target ./my-model
+longspec bench vanilla                              vanilla decoding against transformers' generate
+longspec bench generate                             decoding methods against vanilla, on a few prompts
+longspec bench generate --prompts questions.jsonl --methods auto,lookup
 """
 
 from __future__ import annotations
@@ -20,26 +21,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vanilla.add_argument("--context", type=int, default=512, metavar="N", help="prompt tokens (%(default)s)")
     vanilla.add_argument("--new-tokens", type=int, default=48, metavar="N", help="tokens made (%(default)s)")
     vanilla.add_argument("--repeats", type=int, default=5, metavar="N", help="timed runs each (%(default)s)")
-    vanilla.add_argument("--json", action="store_true", help="print one JSON object")
-    vanilla.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
-    )
-    add_model_arguments(vanilla)
     vanilla.set_defaults(draft="none", calibrate=False)
+    generate = kinds.add_parser("generate", help="decoding methods against vanilla, whole generations")
+    generate.add_argument("--prompts", metavar="FILE", help="JSONL with `prompt` or `turns` (default: a few)")
+    generate.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+    generate.add_argument(
+        "--methods", default="auto,lookup", metavar="M,M,...", help="besides vanilla (%(default)s)"
+    )
+    generate.add_argument("--draft", metavar="DRAFT", help="as for generate")
+    generate.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="longest answer (%(default)s)"
+    )
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(%(default)s)")
+    generate.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs each (%(default)s)")
+    generate.set_defaults(calibrate=True)
+    for kind in (vanilla, generate):
+        kind.add_argument("--json", action="store_true", help="print JSON")
+        kind.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+        )
+        add_model_arguments(kind)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from longspec.bench.vanilla import Timing, compare
     from longspec.errors import UserError
+
+    least = {"context": 1, "repeats": 1, "new_tokens": 2, "max_new_tokens": 2, "limit": 1}
+    for name, minimum in least.items():
+        value = getattr(arguments, name, None)
+        if value is not None and value < minimum:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {minimum}")
+    return _vanilla(arguments) if arguments.kind == "vanilla" else _generate(arguments)
+
+
+def _vanilla(arguments: argparse.Namespace) -> int:
+    from longspec.bench.vanilla import Timing, compare
     from longspec.hub import resolve
     from longspec.progress import count_bar
 
-    for name in ("context", "repeats"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"--{name} is {getattr(arguments, name)}; it must be at least 1")
-    if arguments.new_tokens < 2:
-        raise UserError(f"--new-tokens is {arguments.new_tokens}; it must be at least 2")
     # The one that transformers is to load, fetched before anything is timed.
     folder = resolve(arguments.target, revision=arguments.revision, offline=arguments.offline).folder
     with count_bar("runs", arguments.repeats) as advance:
@@ -65,4 +85,40 @@ def run(arguments: argparse.Namespace) -> int:
         f"longspec decodes {result.decode_ratio:.2f} times as fast and prefills {result.prefill_ratio:.2f} "
         f"times as fast; both said {same}"
     )
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from longspec.bench.generate import BUILTIN, compare_methods, read_prompts
+    from longspec.decoding.methods.make import MethodOptions
+    from longspec.progress import count_bar
+
+    methods = [name.strip() for name in arguments.methods.split(",") if name.strip()]
+    for name in methods:
+        MethodOptions(name)  # refuses what does not exist, before the load
+    prompts = read_prompts(Path(arguments.prompts)) if arguments.prompts else list(BUILTIN)
+    prompts = prompts[: arguments.limit]
+    model = load(arguments)
+    total = len(prompts) * arguments.repeats * len({"vanilla", *methods})
+    with count_bar("generations", total) as advance:
+        figures = compare_methods(
+            model,
+            prompts,
+            methods,
+            arguments.max_new_tokens,
+            arguments.repeats,
+            arguments.temperature,
+            advance,
+        )
+    if arguments.json:
+        print(json.dumps([asdict(one) for one in figures]))
+        return 0
+    print(f"{len(prompts)} prompts, temperature {arguments.temperature}, {arguments.repeats} repeats")
+    print("method    tokens/s   speedup (least to most)    tau   answers that differ from vanilla's")
+    for one in figures:
+        spread = f"({one.spread[0]:.2f} to {one.spread[1]:.2f})"
+        speed = one.tokens / one.seconds if one.seconds else 0.0
+        print(f"{one.method:9} {speed:8.1f} {one.speedup:9.2f} {spread:16} {one.tau:6.2f}   {one.different}")
     return 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from longspec import __version__
 from longspec.cli.terminal import open_streams, printable
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Bad input is one line on stderr and code 2."""
     open_streams()
     arguments = _parser().parse_args(argv)
+    warnings.showwarning = _show_warning
     try:
         code: int = import_module(f"longspec.cli.{arguments.command}").run(arguments)
         sys.stdout.flush()
@@ -50,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"longspec: error: {printable(_one_line(error))}", file=sys.stderr)
         return 2
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """One line, as for an error, without the place in the code."""
+    print(f"longspec: warning: {printable(' '.join(str(message).split()))}", file=sys.stderr)
 
 
 def _is_for_users(error: BaseException) -> bool:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,8 @@ import torch
 from longspec import __version__
 from longspec.decoding.auto import Costs, Drafting, Plan, candidates, measure, measured_places
 from longspec.hub import cache_dir
+from longspec.models.files import write_whole
+from longspec.models.placement import device_name
 from longspec.models.target import Transformer
 from longspec.progress import count_bar
 
@@ -42,19 +42,13 @@ def plan_for(
 
 def _key(target: Transformer, draft: Drafting | None, names: list[str]) -> str:
     """Everything that a measured time depends on."""
-    device = target.device
     facts = [
         *(__version__, torch.__version__, repr(target.config), str(target.dtype), names),
         repr(draft[0].config) if draft else None,
-        torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        device_name(target.device),
         torch.get_num_threads(),
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
-
-
-def _processor() -> str:
-    with open("/proc/cpuinfo") as lines:
-        return next((line.strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def _read(path: Path) -> Costs | None:
@@ -69,9 +63,6 @@ def _write(path: Path, costs: Costs) -> None:
     """Keep it for next time; a disk that will not have it only costs the measuring then."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            json.dump(costs.seconds, file, indent=1)
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(costs.seconds, indent=1).encode())
     except OSError as error:
         print(f"longspec: could not remember the measurements: {error}", file=sys.stderr)

@@ -14,7 +14,7 @@ from longspec.attention.reference import ReferenceAttention
 from longspec.config import DraftConfig
 from longspec.decoding import rejection
 from longspec.decoding.choose import Sampling, choose, filtered
-from longspec.decoding.loop import DecodeState, run_round, start
+from longspec.decoding.loop import DecodeState, keep, run_round, start
 from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.row import Row
 from longspec.models.draft import DraftHead, GlideDraft
@@ -46,9 +46,7 @@ def samples(options: MethodOptions) -> Tensor:
         with torch.inference_mode():
             method.begin(state)
             while not all(row.finished for row in rows):
-                for row, emitted in zip(rows, run_round(state, method, acceptance), strict=True):
-                    if not row.finished:
-                        row.keep_round(emitted)
+                keep(state, run_round(state, method, acceptance))
         found += [row.tokens for row in rows]
     return torch.tensor(found)
 

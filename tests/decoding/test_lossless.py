@@ -298,6 +298,41 @@ def test_any_tree_of_any_shape_on_a_tiny_model(
             check_figures(row)
 
 
+@pytest.mark.parametrize("kind", ["chain", "tree", "magicdec"])
+def test_a_row_that_ends_early_keeps_within_its_room(kind: str) -> None:
+    """The longest row ends inside its first round, far past its limit, while the other goes on and on."""
+    target = tiny_target(vocab_size=40)
+    prompts, news = [[1, 2, 3] * 14, [4, 5]], (2, 40)
+
+    def rows() -> list[Row]:
+        return [Row(prompt, 3, new) for prompt, new in zip(prompts, news, strict=True)]
+
+    def decoded(method: Method, longest: int) -> list[list[int]]:
+        found = rows()
+        capacity = longest + method.num_nodes
+        state = start(target, target.new_cache(2, capacity), found, Sampling())
+        for _ in decode(state, method, accept_coupled):
+            pass
+        return [row.tokens for row in found]
+
+    longest = max(len(prompt) + new for prompt, new in zip(prompts, news, strict=True))
+    expected = decoded(Vanilla(), longest)
+    answers = [decoded_alone(target, prompt) for prompt in prompts]
+    methods: dict[str, Method] = {
+        "chain": ScriptedGlide(target, answers, SCRIPTS["oracle"], (1,) * 8),
+        "tree": ScriptedGlide(target, answers, SCRIPTS["oracle"], (2, 4, 4, 4, 2, 2)),
+        "magicdec": MagicDec(8, sinks=0, window=100, draws=False),
+    }
+    method = methods[kind]
+    # No more room than a request makes, so that a step too far is an error.
+    assert decoded(method, longest) == expected
+
+
+def decoded_alone(target: Transformer, prompt: list[int]) -> list[int]:
+    """A long answer to one prompt."""
+    return run(target, [prompt], Sampling(), 3, Vanilla(), new=60)[0].tokens
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

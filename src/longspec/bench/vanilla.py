@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from longspec.api import LongSpec
+from longspec.models.placement import device_name
 
 # Text of no importance, repeated to any length.
 _SENTENCE = "The quick brown fox jumps over the lazy dog while the rain keeps falling on the old roof. "
@@ -80,7 +80,7 @@ def compare(
         "dtype": str(model.engine.target.dtype).removeprefix("torch."),
         "device": str(model.engine.target.device),
         "threads": torch.get_num_threads(),
-        "processor": _processor(),
+        "processor": device_name(model.engine.target.device),
         "torch": torch.__version__,
     }
     return Comparison(ours, theirs, len(ids), new_tokens, outputs[0] == outputs[1], environment)
@@ -144,11 +144,3 @@ def _timing(timed: list[tuple[float, float]]) -> Timing:
     tokens = [token for _, token in timed]
     prefill = statistics.median(prefill for prefill, _ in timed)
     return Timing(prefill, statistics.median(tokens), min(tokens), max(tokens))
-
-
-def _processor() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    with open("/proc/cpuinfo") as lines:
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

@@ -94,10 +94,25 @@ def decode(
         # Not held across the yield: the mode is the thread's, and the caller runs in between.
         with torch.inference_mode():
             emitted = run_round(state, method, acceptance)
-        yield [
-            [] if row.finished else row.keep_round(tokens)
-            for row, tokens in zip(state.rows, emitted, strict=True)
+            kept = keep(state, emitted)
+        yield kept
+
+
+def keep(state: DecodeState, emitted: list[list[int]]) -> list[list[int]]:
+    """Hand what a round emitted to the rows; returns what each one kept."""
+    kept = [
+        [] if row.finished else row.keep_round(tokens)
+        for row, tokens in zip(state.rows, emitted, strict=True)
+    ]
+    if any(row.finished for row in state.rows):
+        # A round may have run past a row's end. Finished, it is computed along with the others and writes
+        # its nodes behind its prefix, for which there is room only if it stands at its end and not beyond.
+        ends = [
+            len(row.prompt) + len(row.tokens) - 1 if row.finished else state.cache.capacity
+            for row in state.rows
         ]
+        state.cache.truncate(torch.tensor(ends))
+    return kept
 
 
 def run_round(state: DecodeState, method: Method, acceptance: Acceptance) -> list[list[int]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -17,7 +15,7 @@ from torch import Tensor
 from longspec.config import DraftConfig
 from longspec.errors import UserError
 from longspec.models.draft import GlideDraft
-from longspec.models.files import read_json
+from longspec.models.files import read_json, write_whole
 from longspec.models.target import Transformer
 
 ARCHITECTURE = "glide"
@@ -128,22 +126,8 @@ def save_draft(
         "acceptance": acceptance or {},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "model.safetensors", save(draft_tensors(draft), {"format": "pt"}))
-    _write(folder / "config.json", json.dumps(config, indent=1).encode())
-
-
-def _write(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(folder / "model.safetensors", save(draft_tensors(draft), {"format": "pt"}))
+    write_whole(folder / "config.json", json.dumps(config, indent=1).encode())
 
 
 def load_draft(path: Path, target: Transformer, target_name: str) -> LoadedDraft:

@@ -31,6 +31,14 @@ def pick_device(name: str | torch.device) -> torch.device:
     return device
 
 
+def device_name(device: torch.device) -> str:
+    """What the processor calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
 def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
     """The torch type called `name`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
     name = str(name).removeprefix("torch.")

@@ -19,12 +19,13 @@ from longspec.config import DraftConfig
 from longspec.decoding.accept import accept_coupled
 from longspec.decoding.choose import Sampling
 from longspec.decoding.loop import DecodeState, Method, decode, start
+from longspec.decoding.methods.glide import Glide
 from longspec.decoding.methods.lookup import Lookup
 from longspec.decoding.methods.magicdec import MagicDec
 from longspec.decoding.methods.vanilla import Vanilla
 from longspec.decoding.row import Row
 from longspec.decoding.tree import TokenTree
-from longspec.models.draft import GlideDraft
+from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.target import Transformer
 from tests.decoding.scripted import SCRIPTS, ScriptedGlide, tiny_target
 
@@ -93,6 +94,13 @@ def check(model: LongSpec, kind: str, shape: str, batch: int, temperature: str, 
     if kind in SCRIPTS:
         most = 12 if shape == "pruned" else None
         method = ScriptedGlide(target, expected, SCRIPTS[kind], SHAPES[shape], max_nodes=most)
+    elif kind == "random":
+        draft = GlideDraft(target.config, DraftConfig(window=16))
+        draft.initialise(torch.Generator().manual_seed(seed))
+        head = DraftHead(target, None)
+        method = Glide(
+            draft, head, SHAPES[shape], 12 if shape == "pruned" else None, draws=False, name="tree"
+        )
     elif kind == "lookup":
         method = Lookup(gamma=len(SHAPES[shape]))
     else:
@@ -114,13 +122,13 @@ def check(model: LongSpec, kind: str, shape: str, batch: int, temperature: str, 
             assert row.tau == 1.0
 
 
-KINDS = (*SCRIPTS, "magicdec", "magicdec whole", "lookup")
+KINDS = (*SCRIPTS, "random", "magicdec", "magicdec whole", "lookup")
 EVERYTHING = [
     (kind, shape, batch, temperature, seed)
     for kind, shape, batch, temperature, seed in itertools.product(
         KINDS, SHAPES, (1, 4), TEMPERATURES, (1, 20)
     )
-    if kind in SCRIPTS or shape == "chain"
+    if kind in (*SCRIPTS, "random") or shape == "chain"
 ]
 
 

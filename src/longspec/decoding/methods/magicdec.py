@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longspec.cache import KVCache
+from longspec.decoding.accept import mark
 from longspec.decoding.choose import choose, filtered
 from longspec.decoding.loop import DecodeState
 from longspec.decoding.rejection import draw_children
@@ -44,8 +45,7 @@ class MagicDec:
                 tokens.append(_draw(q, state.seeds, cache.lengths, depth))
             else:
                 tokens.append(choose(logits, state.sampling, state.seeds, cache.lengths, seen))
-            if seen is not None:
-                seen = seen.scatter(1, tokens[-1][:, None], True)
+            seen = mark(seen, tokens[-1])
         if not self._draws:
             return TokenTree.chain(torch.stack(tokens, 1))
         proposals.append(torch.zeros_like(proposals[-1]))  # the leaf has no children

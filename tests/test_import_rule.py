@@ -20,7 +20,7 @@ LEVELS: list[set[str]] = [
     {"models"},
     {"decoding"},
     {"calibration", "request"},
-    {"api", "glide"},
+    {"api", "glide", "data"},
     {"train"},
     {"bench"},
     {"cli"},

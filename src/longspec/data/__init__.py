@@ -1,0 +1,1 @@
+"""From raw text to tokenised sequences on disk: read, template, pack, synthesize."""

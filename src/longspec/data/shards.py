@@ -1,0 +1,227 @@
+"""A dataset on disk: packed sequences of tokens in memory-mapped shards.
+
+FOLDER/dataset.json        written last: a folder without it is not finished
+FOLDER/shard-00000/        renamed into place when it is whole
+    tokens.npy             [n, T] uint16 or uint32
+    roles.npy              [n, T] uint8, a `Role` per token
+    starts.npy             flat int32: where in its sequence each document starts, sequence by sequence
+    firsts.npy             [n + 1] int64: where in `starts` each sequence's documents begin
+    shard.json             where the text came from and under what licence
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspec.errors import UserError
+from longspec.models.files import read_json, write_whole
+
+FORMAT = 1
+_INFO = "dataset.json"
+_TEMPORARY = ".building-"
+
+
+class Role(IntEnum):
+    """What a token is, from which a collator decides whether it is learnt."""
+
+    PAD = 0
+    PROMPT = 1
+    REASONING = 2
+    TEXT = 3
+    """An answer, or text that is nothing else."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One sequence of T tokens: documents one behind the other, then padding, a document of its own."""
+
+    tokens: NDArray[np.int64]
+    roles: NDArray[np.uint8]
+    starts: NDArray[np.int32]
+    """Where each document starts; the first is 0."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where text came from."""
+
+    name: str
+    licence: str
+    num_documents: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What `dataset.json` says."""
+
+    seq_length: int
+    vocab_size: int
+    tokenizer: str | None
+    """`tokenizer_fingerprint` of what made the tokens; None where they were given as numbers."""
+    num_shards: int
+    num_sequences: int
+    num_tokens: int
+    """Without the padding."""
+    sources: list[Source]
+    made_by: dict[str, Any]
+    """The settings that made it."""
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """A hash of a tokenizer's vocabulary: equal for equal token ids."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+
+
+def shard_folder(folder: Path, index: int) -> Path:
+    """Where a shard is; it exists when it is whole."""
+    return folder / f"shard-{index:05d}"
+
+
+def write_shard(
+    folder: Path, index: int, sequences: Sequence[Packed], vocab_size: int, sources: Iterable[Source]
+) -> None:
+    """Write one shard; it appears whole or not at all."""
+    goal = shard_folder(folder, index)
+    building = folder / f"{_TEMPORARY}{goal.name}-{os.getpid()}"
+    building.mkdir(parents=True)
+    kind = np.uint16 if vocab_size <= 2**16 else np.uint32
+    firsts = np.cumsum([0, *(len(one.starts) for one in sequences)])
+    arrays = {
+        "tokens": np.stack([one.tokens for one in sequences]).astype(kind),
+        "roles": np.stack([one.roles for one in sequences]).astype(np.uint8),
+        "starts": np.concatenate([one.starts for one in sequences]).astype(np.int32),
+        "firsts": firsts.astype(np.int64),
+    }
+    try:
+        for name, array in arrays.items():
+            with open(building / f"{name}.npy", "wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())
+        origin = {"sources": [asdict(source) for source in sources], "num_sequences": len(sequences)}
+        write_whole(building / "shard.json", json.dumps(origin, indent=1).encode())
+        if goal.exists():
+            shutil.rmtree(goal)
+        building.rename(goal)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+
+
+def finish(
+    folder: Path, num_shards: int, vocab_size: int, tokenizer: str | None, made_by: dict[str, Any]
+) -> DatasetInfo:
+    """Count what the shards hold, and write `dataset.json` and `counts.npy`: the dataset is complete."""
+    counts = np.zeros(vocab_size, np.int64)
+    sources: dict[tuple[str, str], Source] = {}
+    num_sequences = seq_length = 0
+    for index in range(num_shards):
+        shard = shard_folder(folder, index)
+        for found in read_json(shard / "shard.json")["sources"]:
+            new = Source(**found)
+            old = sources.get((new.name, new.licence), Source(new.name, new.licence, 0, 0))
+            sources[new.name, new.licence] = Source(
+                new.name,
+                new.licence,
+                old.num_documents + new.num_documents,
+                old.num_tokens + new.num_tokens,
+            )
+        tokens, roles = (np.load(shard / f"{name}.npy", mmap_mode="r") for name in ("tokens", "roles"))
+        num_sequences, seq_length = num_sequences + len(tokens), tokens.shape[1]
+        counts += np.bincount(tokens[roles != Role.PAD], minlength=vocab_size)
+    for leftover in folder.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    with open(folder / "counts.npy", "wb") as file:
+        np.save(file, counts)
+    info = DatasetInfo(
+        seq_length,
+        vocab_size,
+        tokenizer,
+        num_shards,
+        num_sequences,
+        int(counts.sum()),
+        list(sources.values()),
+        made_by,
+    )
+    write_whole(folder / _INFO, json.dumps({"format": FORMAT} | asdict(info), indent=1).encode())
+    return info
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the dataset is complete."""
+    return (folder / _INFO).is_file()
+
+
+class Dataset:
+    """The sequences of a finished dataset, read in place."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.info = folder, read_info(folder)
+        shards = [shard_folder(folder, index) for index in range(self.info.num_shards)]
+        self._shards = [
+            tuple(_load(shard / f"{name}.npy") for name in ("tokens", "roles", "starts", "firsts"))
+            for shard in shards
+        ]
+        self._ends = np.cumsum([len(shard[0]) for shard in self._shards])
+        if not len(self):
+            raise UserError(f"the dataset {folder} has no sequences")
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: int) -> Packed:
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        tokens, roles, starts, firsts = self._shards[shard]
+        row = index - (int(self._ends[shard - 1]) if shard else 0)
+        documents = starts[firsts[row] : firsts[row + 1]]
+        return Packed(tokens[row].astype(np.int64), np.asarray(roles[row]), np.asarray(documents))
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """How often each token occurs, [V]."""
+        return np.asarray(_load(self.folder / "counts.npy"))
+
+    def check(self, vocab_size: int, tokenizer: str | None, target_name: str) -> None:
+        """Refuse tokens that another tokenizer made."""
+        if self.info.vocab_size > vocab_size or (
+            tokenizer is not None and self.info.tokenizer not in (None, tokenizer)
+        ):
+            raise UserError(
+                f"the dataset {self.folder} was made with another tokenizer ({self.info.tokenizer}, "
+                f"{self.info.vocab_size} tokens) than {target_name} has ({tokenizer}, {vocab_size}); "
+                "run `longspec data prepare` again for this target"
+            )
+
+
+def read_info(folder: Path) -> DatasetInfo:
+    """What a finished dataset says of itself."""
+    if not is_finished(folder):
+        what = "is not finished: run the command that makes it again" if folder.is_dir() else "is not there"
+        raise UserError(f"the dataset {folder} {what}")
+    raw = read_json(folder / _INFO)
+    if raw.pop("format", None) != FORMAT:
+        raise UserError(f"the dataset {folder} has another format; prepare it again with this version")
+    try:
+        return DatasetInfo(**raw | {"sources": [Source(**source) for source in raw["sources"]]})
+    except (KeyError, TypeError) as error:
+        raise UserError(f"cannot read {folder / _INFO}: {error}") from error
+
+
+def _load(path: Path) -> Any:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}; prepare the dataset again") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +15,22 @@ from longspec.config import ModelConfig
 from longspec.models.rope import rotate
 
 
+class ForwardPass(Protocol):
+    """What all layers of one forward pass share. Decoding and training bring their own."""
+
+    @property
+    def rope(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of the tokens' positions."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend with queries [B, T, H, D]; the keys and values [B, T, K, D] are those of the same tokens."""
+        ...
+
+
 @dataclass(frozen=True)
-class ForwardPass:
-    """What all layers of one forward pass share."""
+class CachedPass:
+    """A pass over tokens that follow what is in a cache, and join it."""
 
     cache: KVCache
     slots: Slots
@@ -24,6 +38,11 @@ class ForwardPass:
     rope: tuple[Tensor, Tensor]
     attention: Attention
     plan: AttentionPlan
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write the new keys and values past the prefix, then attend to the prefix and to them."""
+        self.cache.write(layer, self.slots, k, v)
+        return self.attention.attend(q, *self.cache.layer(layer), self.plan)[0]
 
 
 class RMSNorm(nn.Module):
@@ -116,7 +135,7 @@ def scores(head: nn.Module, hidden: Tensor) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query self-attention of one layer over the cache."""
+    """Grouped-query self-attention of one layer."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -130,7 +149,7 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, run: ForwardPass) -> Tensor:
-        """Write the new keys and values past the prefix, then attend to the prefix and to them."""
+        """Attend as `run` says."""
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim)
         qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), 2)
@@ -138,9 +157,7 @@ class SelfAttention(nn.Module):
             q, k = qk.split((self.num_heads, self.num_kv_heads), 2)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), 2)
         q, k = rotate(qk, *run.rope).split((self.num_heads, self.num_kv_heads), 2)
-        run.cache.write(self.layer, run.slots, k, v)
-        out, _ = run.attention.attend(q, *run.cache.layer(self.layer), run.plan)
-        return self.output(out.reshape(B, T, -1))
+        return self.output(run.attend(self.layer, q, k, v).reshape(B, T, -1))
 
 
 class FeedForward(nn.Module):

@@ -37,7 +37,7 @@ class GlideDraft(nn.Module):
     its cache holds can never be stale.
     """
 
-    vocab_ids: Tensor
+    vocab_ids: Tensor | None
 
     def __init__(self, target: ModelConfig, config: DraftConfig) -> None:
         super().__init__()

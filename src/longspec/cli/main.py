@@ -27,6 +27,7 @@ _COMMANDS = {
     "chat": "talk in the terminal",
     "models": "list the models that have a short name",
     "info": "show a target's size and what context fits in this machine's memory",
+    "train": "train a draft for a target",
     "bench": "measure this machine, side by side in one run",
 }
 

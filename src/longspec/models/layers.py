@@ -58,17 +58,14 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-class Linear(nn.Module):
-    """A matrix, and a bias where the family has one."""
+class Linear(nn.Linear):
+    """A matrix, and a bias where the family has one; not filled until weights are loaded or drawn."""
 
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_out, num_in))
-        self.bias = nn.Parameter(torch.empty(num_out)) if bias else None
+        super().__init__(num_in, num_out, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias."""
-        return F.linear(x, self.weight, self.bias)
+    def reset_parameters(self) -> None:
+        """Nothing: torch would fill what is about to be replaced."""
 
 
 class PackedLinear(nn.Module):

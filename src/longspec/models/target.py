@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,7 +42,11 @@ class Transformer(nn.Module):
 
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         """An empty cache for this model, on its device and in its type."""
-        return KVCache.empty(self.config, num_rows, capacity, self.device, self.dtype)
+        first = self.blocks[0]
+        assert isinstance(first, Block)
+        # Its own count of heads: tensor parallelism leaves it a share of the target's.
+        shape = replace(self.config, num_kv_heads=first.attention.num_kv_heads)
+        return KVCache.empty(shape, num_rows, capacity, self.device, self.dtype)
 
     def forward(
         self,

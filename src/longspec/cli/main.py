@@ -28,6 +28,8 @@ _COMMANDS = {
     "models": "list the models that have a short name",
     "info": "show a target's size and what context fits in this machine's memory",
     "train": "train a draft for a target",
+    "export": "make a draft folder of a training run",
+    "plot": "draw the loss and acceptance of a training run",
     "bench": "measure this machine, side by side in one run",
 }
 

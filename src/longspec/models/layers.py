@@ -145,16 +145,16 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, run: ForwardPass) -> Tensor:
-        """Attend as `run` says."""
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, H, D], keys and values [B, T, K, D] of x [B, T, E]."""
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim)
         qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), 2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split((self.num_heads, self.num_kv_heads), 2)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), 2)
-        q, k = rotate(qk, *run.rope).split((self.num_heads, self.num_kv_heads), 2)
-        return self.output(run.attend(self.layer, q, k, v).reshape(B, T, -1))
+        q, k = rotate(qk, *rope).split((self.num_heads, self.num_kv_heads), 2)
+        return q, k, v
 
 
 class FeedForward(nn.Module):
@@ -183,5 +183,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, run: ForwardPass) -> Tensor:
         """Return the residual stream after this layer."""
-        x = x + self.attention(self.attention_norm(x), run)
+        out = run.attend(self.attention.layer, *self.enter(x, run.rope))
+        return self.leave(x, out)
+
+    def enter(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """What comes before attention: queries, keys and values."""
+        return self.attention.project(self.attention_norm(x), rope)
+
+    def leave(self, x: Tensor, out: Tensor) -> Tensor:
+        """What comes behind it, of the attention's result [B, T, H, D]."""
+        x = x + self.attention.output(out.flatten(2))
         return x + self.ffn(self.ffn_norm(x))

@@ -68,6 +68,8 @@ def _problem(path: Path) -> str | None:
 def finish(run: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     """Turn what was written into the checkpoint of a step, and drop all but the last `keep`."""
     building, goal = building_folder(run, step), folder_of(run, step)
+    for script in building.glob("zero_to_*.py"):  # DeepSpeed's converters; `draft/` needs none
+        script.unlink()
     files = {
         str(path.relative_to(building)): path.stat().st_size for path in building.rglob("*") if path.is_file()
     }

@@ -7,6 +7,7 @@ as a chunk's scores are: it is computed on the way forward, and nothing of a chu
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,20 +18,45 @@ from torch import Tensor
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}
 
 
+Chunk = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+
+
+def one_chunk(
+    hidden: Tensor, head: Tensor, labels: Tensor, teacher: Tensor | None, soft: float
+) -> tuple[Tensor, Tensor]:
+    """The loss of some queries, and its gradient by their scores [m, V']."""
+    log_q = F.log_softmax(score(hidden, head), -1)
+    label_log_q = log_q.gather(1, labels[:, None])
+    loss = -(1 - soft) * label_log_q.sum()
+    by_score = log_q.exp()
+    if teacher is not None:
+        log_p = F.log_softmax(score(teacher, head), -1)
+        p = log_p.exp()
+        loss = loss + soft * (p * (log_p - log_q)).sum()
+        by_score = by_score - soft * p
+    by_score = by_score.scatter_add(1, labels[:, None], label_log_q.new_full((len(labels), 1), soft - 1))
+    return loss, by_score.to(head.dtype)
+
+
 def head_loss(
-    hidden: Tensor, head: Tensor, labels: Tensor, teacher: Tensor | None = None, soft: float = 0.0
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    teacher: Tensor | None = None,
+    soft: float = 0.0,
+    chunk: Chunk = one_chunk,
 ) -> Tensor:
     """The sum over M queries of (1 - soft) * cross-entropy + soft * KL divergence, fp32.
 
     hidden [M, E] is the draft's, head [V', E] the rows of the target's head that it uses, labels [M] number
     those rows. teacher [M, E] holds the target's hidden states at the queries: its scores over the same
-    rows are the soft targets. Gradients flow to `hidden` alone.
+    rows are the soft targets. Gradients flow to `hidden` alone. `chunk` is `one_chunk`, or compiled.
     """
     if soft and teacher is None:
         raise ValueError("soft targets need the target's hidden states")
     if not soft and hidden.is_cuda and importlib.util.find_spec("liger_kernel"):
         return _liger(hidden, head, labels)
-    loss: Tensor = _ChunkedLoss.apply(hidden, head, labels, teacher, soft)  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedLoss.apply(hidden, head, labels, teacher, soft, chunk)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -57,7 +83,13 @@ def chunk_rows(num_scores: int, device: torch.device) -> int:
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, teacher: Tensor | None, soft: float
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        labels: Tensor,
+        teacher: Tensor | None,
+        soft: float,
+        chunk: Chunk,
     ) -> Tensor:
         total = hidden.new_zeros((), dtype=torch.float32)
         gradient = torch.empty_like(hidden)
@@ -65,30 +97,13 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             soft_part = None if teacher is None or not soft else teacher[part]
-            loss, by_score = _one_chunk(hidden[part], head, labels[part], soft_part, soft)
+            loss, by_score = chunk(hidden[part], head, labels[part], soft_part, soft)
             total += loss
-            torch.mm(by_score.to(head.dtype), head, out=gradient[part])
+            torch.mm(by_score, head, out=gradient[part])
         ctx.save_for_backward(gradient)
         return total
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
         (gradient,) = ctx.saved_tensors
-        return gradient * outputs[0].to(gradient.dtype), None, None, None, None
-
-
-def _one_chunk(
-    hidden: Tensor, head: Tensor, labels: Tensor, teacher: Tensor | None, soft: float
-) -> tuple[Tensor, Tensor]:
-    """The loss of some queries, and its gradient by their scores [m, V']."""
-    log_q = F.log_softmax(score(hidden, head), -1)
-    label_log_q = log_q.gather(1, labels[:, None])
-    loss = -(1 - soft) * label_log_q.sum()
-    by_score = log_q.exp()
-    if teacher is not None:
-        log_p = F.log_softmax(score(teacher, head), -1)
-        p = log_p.exp()
-        loss = loss + soft * (p * (log_p - log_q)).sum()
-        by_score -= p.mul_(soft)
-    by_score.scatter_add_(1, labels[:, None], label_log_q.new_full((len(labels), 1), soft - 1))
-    return loss, by_score
+        return gradient * outputs[0].to(gradient.dtype), *5 * (None,)

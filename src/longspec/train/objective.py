@@ -18,7 +18,7 @@ from longspec.attention.packed import Pieces, attend_packed
 from longspec.models.draft import GlideDraft
 from longspec.models.target import Transformer
 from longspec.train.layout import Layout
-from longspec.train.losses import head_loss, score
+from longspec.train.losses import Chunk, head_loss, one_chunk, score
 
 Gather = Callable[[list[Tensor]], AbstractContextManager[None]]
 """Makes weights whole that are spread over processes, for as long as the context lasts."""
@@ -88,6 +88,7 @@ class Objective:
     run_draft: Callable[..., Tensor] | None = None
     gather: Gather = lambda weights: nullcontext()
     whole: Callable[[Tensor], Tensor] = lambda heads: heads
+    chunk: Chunk = one_chunk
 
     def read(self, layout: Layout) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """The target's hidden states [B, T, E] and the keys and values of the cross layers."""
@@ -118,7 +119,7 @@ class Objective:
         with self.gather([self.target.embedding, self.target.head.weight]):
             drafted = self.draft_hidden(layout, hidden, kv).flatten(0, 1)[layout.queries]
             teacher = hidden.flatten(0, 1)[layout.queries]
-            loss = head_loss(drafted, self.head(), layout.labels, teacher, self.soft)
+            loss = head_loss(drafted, self.head(), layout.labels, teacher, self.soft, self.chunk)
             return Outcome(loss, self._probe(layout, drafted, teacher))
 
     def head(self) -> Tensor:

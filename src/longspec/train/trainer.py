@@ -20,8 +20,10 @@ from longspec.models.draft_files import Fingerprint, save_draft
 from longspec.models.files import write_whole
 from longspec.train import checkpoints, evaluate
 from longspec.train.build import Parts, build
+from longspec.train.compiled import compile_layers
 from longspec.train.engine import Engine, Optimisation, Processes, join, local_device
 from longspec.train.layout import Layout, head_rows, lay_out
+from longspec.train.losses import one_chunk
 from longspec.train.objective import Objective, Outcome
 from longspec.train.report import Logger, make_loggers, training_bar
 from longspec.train.samples import Order
@@ -113,8 +115,7 @@ class Trainer:
             stage.micro_batch, stage.accumulation, stage.weight_decay, (stage.beta1, stage.beta2), stage.clip
         )
         self.engine = Engine(target, draft, settings.deepspeed.config, optimisation, processes, device)
-        if settings.compile:
-            compile_layers(parts)
+        chunk = compile_layers(target, draft) if settings.compile else one_chunk
         self.objective = Objective(
             target,
             draft,
@@ -123,6 +124,7 @@ class Trainer:
             self.engine.draft,
             self.engine.gather,
             self.engine.whole,
+            chunk,
         )
         self.acceptance: evaluate.Acceptance | None = None
         self.sums = _Sums()
@@ -317,13 +319,6 @@ class Trainer:
             }
             checkpoints.finish(self.folder, step, state, self.settings.saving.keep)
         self.engine.wait()
-
-
-def compile_layers(parts: Parts) -> None:
-    """Let torch.compile fuse what lies between the matrices and the attention kernels."""
-    for block in parts.glide.model.blocks:
-        block.compile(dynamic=False)
-    parts.glide.draft_model.ffn.compile(dynamic=False)
 
 
 def _buffers(draft: GlideDraft) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from (its job's seed, position): the same jobs give the same tokens on the same 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -21,7 +22,8 @@ from longspec.cache import KVCache
 from longspec.decoding.choose import uniform
 from longspec.models.target import Transformer
 
-# A prefill takes so many tokens at a time, padding included.
+# Prompts are prefilled for so many jobs at a time, in parts of so many tokens, padding included.
+_GROUP = 64
 _PREFILL_TOKENS = 8192
 # On a GPU the host looks at the rows every so many tokens, and refills when one row in so many is free.
 _STEPS = 16
@@ -55,6 +57,16 @@ class Written:
     """By an end token rather than by its limit."""
 
 
+@dataclass(frozen=True)
+class _Prefilled:
+    """A job whose prompt is computed: row `index` of tokens and a cache that a group shares."""
+
+    job: Job
+    tokens: Tensor
+    cache: KVCache
+    index: int
+
+
 class Writer:
     """A target and a batch of rows of `capacity` tokens each."""
 
@@ -82,57 +94,72 @@ class Writer:
 
         What the caller does with a result overlaps with the GPU's work on the next tokens.
         """
-        waiting, running, done = iter(jobs), dict[int, Job](), dict[int, Written]()
+        waiting, ready = iter(jobs), deque[_Prefilled]()
+        running, done = dict[int, Job](), dict[int, Written]()
         free = list(range(self._batch))
         self._stop(free)
         while True:
             if len(free) >= self._least_free or not running:
-                new = dict(zip(free, islice(waiting, len(free)), strict=False))
-                free = free[len(new) :]
-                self._start(new)
-                running |= new
-            if running:
-                self._advance()
-            yield from done.values()
+                self._prefill(waiting, ready, len(free))
+                free = self._place(ready, free, running)
             if not running:
+                yield from done.values()
                 return
+            self._advance()
+            # Behind the tokens that were just asked for, and ahead of the rows that will be free after them.
+            self._prefill(waiting, ready, self._least_free)
+            yield from done.values()
             done = self._collect(running)
             running = {row: job for row, job in running.items() if row not in done}
             free += done
             self._stop(list(done))
 
-    def _start(self, new: dict[int, Job]) -> None:
-        """Put jobs into free rows: prefill all but the last token of each prompt."""
-        # Those of like length together, so that little is padded.
-        order = sorted(new, key=lambda row: len(new[row].prompt))
-        while order:
-            longest, take = 0, 0
-            for row in order:
-                longest = max(longest, len(new[row].prompt))
-                if take and (take + 1) * longest > _PREFILL_TOKENS:
-                    break
-                take += 1
-            rows, order = order[:take], order[take:]
-            self._prefill(rows, [new[row] for row in rows])
+    def _prefill(self, waiting: Iterator[Job], ready: deque[_Prefilled], num_rows: int) -> None:
+        """Have at least `num_rows` jobs ready, while there are any: all but the last token of each prompt.
 
-    def _prefill(self, rows: list[int], jobs: list[Job]) -> None:
-        device = self._tokens.device
-        longest = max(len(job.prompt) for job in jobs)
-        padded = torch.tensor([job.prompt + [0] * (longest - len(job.prompt)) for job in jobs]).to(device)
+        Jobs are taken in groups of a fixed size, so that a result does not depend on when a row was free.
+        """
+        while len(ready) < num_rows and (group := list(islice(waiting, _GROUP))):
+            group.sort(key=lambda job: len(job.prompt))  # those of like length together: little is padded
+            while group:
+                take = max(1, _PREFILL_TOKENS // len(group[0].prompt))
+                while take > 1 and take * len(group[min(take, len(group)) - 1].prompt) > _PREFILL_TOKENS:
+                    take -= 1
+                part, group = group[:take], group[take:]
+                longest = len(part[-1].prompt)
+                padded = torch.tensor([job.prompt + [0] * (longest - len(job.prompt)) for job in part])
+                padded = padded.to(self._tokens.device)
+                cache = self._target.new_cache(len(part), longest - 1)
+                if longest > 1:
+                    self._target(padded[:, :-1], cache)
+                ready.extend(_Prefilled(job, padded, cache, index) for index, job in enumerate(part))
+
+    def _place(self, ready: deque[_Prefilled], free: list[int], running: dict[int, Job]) -> list[int]:
+        """Put what is ready into free rows; returns the rows that are left."""
+        while ready and free:
+            cache = ready[0].cache
+            taken: list[_Prefilled] = []
+            while ready and ready[0].cache is cache and len(taken) < len(free):
+                taken.append(ready.popleft())
+            rows, free = free[: len(taken)], free[len(taken) :]
+            part = slice(taken[0].index, taken[-1].index + 1)
+            self._fill(rows, [one.job for one in taken], taken[0].tokens[part], cache, part)
+            running |= {row: one.job for row, one in zip(rows, taken, strict=True)}
+        return free
+
+    def _fill(self, rows: list[int], jobs: list[Job], tokens: Tensor, cache: KVCache, part: slice) -> None:
+        device, longest = self._tokens.device, tokens.shape[1]
         where = torch.tensor(rows).to(device)
-        if longest > 1:
-            part = self._target.new_cache(len(rows), longest - 1)
-            self._target(padded[:, :-1], part)
-            # What stands past a shorter prompt is overwritten before it is read.
-            self._cache.keys[:, where, :, : longest - 1] = part.keys
-            self._cache.values[:, where, :, : longest - 1] = part.values
-        self._tokens[where, :longest] = padded
+        # What stands past a shorter prompt is overwritten before it is read.
+        self._cache.keys[:, where, :, : longest - 1] = cache.keys[:, part]
+        self._cache.values[:, where, :, : longest - 1] = cache.values[:, part]
+        self._tokens[where, :longest] = tokens
         lengths = [len(job.prompt) for job in jobs]
         limits = [n + job.max_new_tokens for n, job in zip(lengths, jobs, strict=True)]
         assert max(limits) <= self.capacity, "a job must fit"
-        self._cache.lengths[where] = torch.tensor(lengths).to(device) - 1
-        self._limits[where] = torch.tensor(limits).to(device)
-        self._seeds[where] = torch.tensor([job.seed for job in jobs]).to(device)
+        numbers = torch.tensor([lengths, limits, [job.seed for job in jobs]]).to(device)
+        self._cache.lengths[where] = numbers[0] - 1
+        self._limits[where], self._seeds[where] = numbers[1], numbers[2]
         self._temperatures[where] = torch.tensor([job.temperature for job in jobs]).to(device)
         self._active[where] = True
 

@@ -28,7 +28,7 @@ from longspec.prompts import PromptEncoder
 
 MODES = ("documents", "prompts", "questions")
 """In the order in which they are written: long prompts first, so that those of like length meet."""
-# Streams of numbers that belong to a sample; the noise of its n-th job comes from stream _NOISE + n.
+# Streams of numbers that belong to a sample.
 _MODE, _TEMPERATURE, _OFFSET, _TOPIC, _NOISE = range(5)
 # An answer that would have less room than this is not begun, and one cut to less is dropped.
 _LEAST_ROOM = 32
@@ -62,6 +62,8 @@ class Sample:
     index: int
     mode: str
     temperature: float
+    noise: int
+    """Seed of its jobs' noise."""
     topic: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
@@ -187,6 +189,7 @@ class Script:
             first = self._encode(self._after)[:1]
             if first and first[0] in self._tokenizer.all_special_ids:
                 self.turn_end = first[0]
+        self._asking = {topic: self._encode(self._before + topic) for topic in topics or ("",)}
 
     def samples(self, first: int, count: int) -> list[Sample]:
         """Samples `first` to `first + count`, ready for their first job."""
@@ -197,6 +200,7 @@ class Script:
         temperatures, offsets, topics = (
             self._draws(first, stop, stream) for stream in (_TEMPERATURE, _OFFSET, _TOPIC)
         )
+        noise = hash_bits(torch.tensor(mix.seed), torch.arange(first, stop), torch.tensor(_NOISE)).tolist()
         # So many of its mode came before a sample: files are gone through in order, again and again.
         one_hot = kinds[:, None] == np.arange(len(names))
         ranks = (np.cumsum(one_hot, 0) - 1)[one_hot][first:]
@@ -204,7 +208,7 @@ class Script:
         for index in range(first, stop):
             kind, at = kinds[index], index - first
             temperature = mix.temperatures[int(temperatures[at] * len(mix.temperatures))]
-            sample = Sample(index, names[kind], temperature)
+            sample = Sample(index, names[kind], temperature, int(noise[at]))
             rank = int(ranks[at])
             if sample.mode == "documents":
                 self._give_document(sample, rank, offsets[at])
@@ -220,13 +224,13 @@ class Script:
     def job(self, sample: Sample) -> Job:
         """The next job of a sample that is neither finished nor dropped."""
         mix = self._mix
-        seed = self._bits(sample.index, _NOISE + sample.num_jobs)
         if sample.mode == "questions" and not sample.messages:
-            prompt = self._encode(self._before + sample.topic)
+            prompt = self._asking[sample.topic]
             room, temperature = mix.max_question_tokens, mix.question_temperature
         else:
             prompt, room, temperature = sample.tokens, mix.max_new_tokens, sample.temperature
-        return Job(sample.index, list(prompt), min(room, mix.seq_length - len(prompt)), temperature, seed)
+        limit = min(room, mix.seq_length - len(prompt))
+        return Job(sample.index, list(prompt), limit, temperature, sample.noise ^ sample.num_jobs)
 
     def take(self, sample: Sample, written: Written) -> None:
         """Add to a sample what its job wrote."""
@@ -241,18 +245,18 @@ class Script:
         text = sample.topic + self._tokenizer.decode(tokens, skip_special_tokens=True)
         stop = self._after.strip()
         if self.turn_end is None and stop:
-            text, found, _ = text.partition(stop)
-            ended = ended or bool(found)
+            text, stopped, _ = text.partition(stop)
+            ended = ended or bool(stopped)
         if not text.strip():
             sample.dropped = "empty"
         elif not ended:
             sample.dropped = "unfinished question"
-        elif is_repetitive(np.array(tokens)) or loop_start(np.array(tokens)) is not None:
+        elif is_repetitive(found := np.array(tokens)) or loop_start(found) is not None:
             sample.dropped = "loop"
         else:
             sample.messages = [{"role": "user", "content": text.strip()}]
             self._give_messages(sample)
-            sample.question = signature(np.array(self._encode(text.strip())), _QUESTION)
+            sample.question = signature(found, _QUESTION)
 
     def _take_answer(self, sample: Sample, tokens: list[int], written: Written) -> None:
         if not tokens or (len(tokens) < 8 and not self._tokenizer.decode(tokens).strip()):
@@ -321,7 +325,3 @@ class Script:
         seed, samples = torch.tensor(self._mix.seed), torch.arange(first, stop)
         drawn: NDArray[np.float64] = uniform(seed, samples, torch.tensor(stream)).numpy()
         return drawn
-
-    def _bits(self, index: int, stream: int) -> int:
-        numbers = (torch.tensor(number) for number in (self._mix.seed, index, stream))
-        return int(hash_bits(*numbers))

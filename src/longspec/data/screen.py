@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +49,7 @@ def is_repetitive(tokens: NDArray[np.int64]) -> bool:
 def signature(tokens: NDArray[np.int64], kind: int) -> NDArray[np.uint64]:
     """Keys [8] of a text, of which near-duplicates of one kind share at least one."""
     shingles = _hashed_runs(tokens, min(_SHINGLE, len(tokens)))
-    factors = _mixed(np.arange(1, _MINIMA + 1, dtype=np.uint64)) | np.uint64(1)
-    minima = ((shingles[:, None] * factors) >> np.uint64(16)).min(0).reshape(_BANDS, -1)
+    minima = ((shingles[:, None] * _factors()) >> np.uint64(16)).min(0).reshape(_BANDS, -1)
     keys = np.arange(_BANDS, dtype=np.uint64) + np.uint64(_BANDS * kind)
     for column in minima.T:
         keys = _mixed(keys ^ column)
@@ -76,6 +76,11 @@ class Seen:
             self._keys[key] = None
             if len(self._keys) > _REMEMBERED * _BANDS:
                 del self._keys[next(iter(self._keys))]
+
+
+@cache
+def _factors() -> NDArray[np.uint64]:
+    return _mixed(np.arange(1, _MINIMA + 1, dtype=np.uint64)) | np.uint64(1)
 
 
 def _hashed_runs(tokens: NDArray[np.int64], length: int) -> NDArray[np.uint64]:

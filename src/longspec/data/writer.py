@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -127,8 +128,7 @@ class Writer:
                     take -= 1
                 part, group = group[:take], group[take:]
                 longest = len(part[-1].prompt)
-                padded = torch.tensor([job.prompt + [0] * (longest - len(job.prompt)) for job in part])
-                padded = padded.to(self._tokens.device)
+                padded = self._send([job.prompt + [0] * (longest - len(job.prompt)) for job in part])
                 cache = self._target.new_cache(len(part), longest - 1)
                 if longest > 1:
                     self._target(padded[:, :-1], cache)
@@ -148,8 +148,7 @@ class Writer:
         return free
 
     def _fill(self, rows: list[int], jobs: list[Job], tokens: Tensor, cache: KVCache, part: slice) -> None:
-        device, longest = self._tokens.device, tokens.shape[1]
-        where = torch.tensor(rows).to(device)
+        where, longest = self._send(rows), tokens.shape[1]
         # What stands past a shorter prompt is overwritten before it is read.
         self._cache.keys[:, where, :, : longest - 1] = cache.keys[:, part]
         self._cache.values[:, where, :, : longest - 1] = cache.values[:, part]
@@ -157,18 +156,23 @@ class Writer:
         lengths = [len(job.prompt) for job in jobs]
         limits = [n + job.max_new_tokens for n, job in zip(lengths, jobs, strict=True)]
         assert max(limits) <= self.capacity, "a job must fit"
-        numbers = torch.tensor([lengths, limits, [job.seed for job in jobs]]).to(device)
+        numbers = self._send([lengths, limits, [job.seed for job in jobs]])
         self._cache.lengths[where] = numbers[0] - 1
         self._limits[where], self._seeds[where] = numbers[1], numbers[2]
-        self._temperatures[where] = torch.tensor([job.temperature for job in jobs]).to(device)
+        self._temperatures[where] = self._send([job.temperature for job in jobs])
         self._active[where] = True
 
     def _stop(self, rows: list[int]) -> None:
         """Free rows attend to nothing, which costs little."""
         if rows:
-            where = torch.tensor(rows).to(self._tokens.device)
+            where = self._send(rows)
             self._active[where] = False
             self._cache.lengths[where] = 0
+
+    def _send(self, values: list[Any]) -> Tensor:
+        """Numbers on the device; from pinned memory, since other copies wait for all that is queued."""
+        made = torch.tensor(values)
+        return made.pin_memory().to(self._tokens.device, non_blocking=True) if self._tokens.is_cuda else made
 
     def _advance(self) -> None:
         """Decode a few tokens of every row; on a GPU, without waiting for them."""
@@ -216,7 +220,7 @@ class Writer:
         if not rows:
             return {}
         longest = max(lengths[row] for row in rows) + 1
-        texts = self._tokens[torch.tensor(rows).to(self._tokens.device), :longest].tolist()
+        texts = self._tokens[self._send(rows), :longest].tolist()
         found = {}
         for row, text in zip(rows, texts, strict=True):
             job = running[row]

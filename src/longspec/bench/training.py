@@ -83,6 +83,22 @@ def measure_training(
     )
 
 
+def report(speed: TrainingSpeed) -> str:
+    """The measurement for people."""
+    share = speed.tokens_per_second / speed.floor_tokens_per_second
+    gflop, tflops = speed.flops_per_token / 1e9, speed.matmul_flops / 1e12
+    lines = [
+        f"{speed.shape}, {speed.micro_batch} x {speed.seq_length:,} tokens, "
+        f"a draft of {speed.parameters / 1e6:.1f}M parameters",
+        f"{speed.tokens_per_second:,.0f} tokens/s ({1e3 * speed.seconds_per_step:.1f} ms a step)",
+        f"{share:.0%} of the {speed.floor_tokens_per_second:,.0f} tokens/s that {gflop:.2f} GFLOP a token "
+        f"allow at the {tflops:.1f} TFLOP/s of large matrix products here",
+    ]
+    if speed.peak_memory:
+        lines.append(f"{speed.peak_memory / 1e9:.1f} GB of memory at the peak")
+    return "\n".join(lines)
+
+
 def _step(objective: Objective, engine: Engine, layout: Layout) -> None:
     outcome = objective(layout)
     engine.backward(outcome.loss / len(layout.labels))

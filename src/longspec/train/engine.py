@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import socket
@@ -106,11 +107,13 @@ class Engine:
         zero = settings.get("zero_optimization", {}).get("stage", 0)
         check_tp(target.config, processes.tp_size, processes.world_size, zero)
         deepspeed = _deepspeed()
-        self.draft, self._optimizer, _, _ = deepspeed.initialize(
-            model=draft,
-            model_parameters=[weight for weight in draft.parameters() if weight.requires_grad],
-            config=_config(settings, optimisation, draft, device),
-        )
+        # Its optimizers print what they do to standard output, which belongs to the program's results.
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.draft, self._optimizer, _, _ = deepspeed.initialize(
+                model=draft,
+                model_parameters=[weight for weight in draft.parameters() if weight.requires_grad],
+                config=_config(settings, optimisation, draft, device),
+            )
         self.run_target: Callable[..., Tensor] = target
         self.whole: Callable[[Tensor], Tensor] = lambda heads: heads
         self._partitioned = zero == 3

@@ -86,7 +86,7 @@ def chain_acceptance(objective: Objective, texts: Sequence[Continuation], gamma:
     rounds = kept = 0
     accepted = np.zeros(gamma, np.int64)
     for text in texts:
-        hits = [_hits(objective, text, lag) for lag in range(1, gamma + 1)]
+        hits = _hits(objective, text, gamma)
         root, last = len(text.prompt), len(text.prompt) + len(text.tokens) - 1
         kept += last - root
         while root < last:
@@ -99,23 +99,22 @@ def chain_acceptance(objective: Objective, texts: Sequence[Continuation], gamma:
     return Acceptance((accepted / max(rounds, 1)).tolist(), kept / max(rounds, 1))
 
 
-def _hits(objective: Objective, text: Continuation, lag: int) -> list[bool]:
-    """At every token, whether the draft with this lag would name the next one."""
+def _hits(objective: Objective, text: Continuation, gamma: int) -> list[list[bool]]:
+    """For each lag up to gamma, at every token, whether the draft would name the next one."""
     tokens = np.array(text.prompt + text.tokens)
     whole = Packed(tokens, np.full(len(tokens), Role.TEXT, np.uint8), np.zeros(1, np.int32))
     target, draft = objective.target, objective.draft
+    device = next(draft.parameters()).device
     rows = head_rows(draft.vocab_ids, target.config.vocab_size)
-    layout = lay_out(collate([whole], "base", False), [lag], [0], 0, rows, layout_device(objective))
-    hidden, kv = objective.read(layout)
+    batch, begin = collate([whole], "base", False), len(text.prompt)
+    layouts = [lay_out(batch, [lag], [0], 0, rows, device) for lag in range(1, gamma + 1)]
+    hidden, kv = objective.read(layouts[0])  # the lag is the draft's alone
+    found = []
     with objective.gather([target.embedding, target.head.weight]):
-        drafted = objective.draft_hidden(layout, hidden, kv)[0]
-        begin = len(text.prompt)
-        best = score(drafted[begin:], objective.head()).argmax(-1)
-        named = best if draft.vocab_ids is None else draft.vocab_ids[best]
-        right = named[:-1] == layout.tokens[0, begin + 1 :]
-    return [False] * begin + right.tolist() + [False]
-
-
-def layout_device(objective: Objective) -> torch.device:
-    """Where batches go."""
-    return next(objective.draft.parameters()).device
+        for layout in layouts:
+            drafted = objective.draft_hidden(layout, hidden, kv)[0, begin:]
+            best = score(drafted, objective.head()).argmax(-1)
+            named = best if draft.vocab_ids is None else draft.vocab_ids[best]
+            right = named[:-1] == layout.tokens[0, begin + 1 :]
+            found.append([False] * begin + right.tolist() + [False])
+    return found

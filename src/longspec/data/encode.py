@@ -6,8 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from longspec.data.read import Chunk
 from longspec.data.shards import tokenizer_fingerprint
 from longspec.data.template import Chat, Piece, Rendered, find_template
 from longspec.errors import UserError
-from longspec.prompts import PromptEncoder
 
 _BATCH_CHARACTERS = 1 << 20  # per call of the tokenizer, whose results take a hundred bytes per token
 
@@ -28,9 +25,6 @@ _BATCH_CHARACTERS = 1 << 20  # per call of the tokenizer, whose results take a h
 class Recipe:
     """How a record becomes a document."""
 
-    tokenizer_folder: Path
-    chat_template: str | None = None
-    """Of the table of models, for a tokenizer that has none."""
     template: str = "text"
     renames: tuple[tuple[str, str], ...] = ()
     aligners: tuple[str, ...] = ()
@@ -59,9 +53,8 @@ class Bad:
     reason: str
 
 
-def encode_chunk(recipe: Recipe, chunk: Chunk) -> list[Encoded | Bad]:
+def encode_chunk(encoder: Encoder, chunk: Chunk) -> list[Encoded | Bad]:
     """Every record of the chunk in its order, as a document or as what is wrong with it."""
-    encoder = load_encoder(recipe)
     drafts: list[tuple[int, Rendered, str, str] | Bad] = []
     for number, raw in chunk.records:
         place = chunk.file.place(number)
@@ -85,24 +78,17 @@ def encode_chunk(recipe: Recipe, chunk: Chunk) -> list[Encoded | Bad]:
     return outcomes
 
 
-@lru_cache(maxsize=1)
-def load_encoder(recipe: Recipe) -> Encoder:
-    """The encoder of a recipe, loaded once per process."""
-    return Encoder(recipe)
-
-
 class Encoder:
     """A tokenizer, a template and what comes before it."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
+        self.recipe, self.tokenizer = recipe, tokenizer
         steps: list[Aligner] = [rename(recipe.renames)] if recipe.renames else []
         self._aligners = [*steps, *map(find_aligner, recipe.aligners)]
         self._template = find_template(recipe.template)
-        self.tokenizer: Any = PromptEncoder(recipe.tokenizer_folder, recipe.chat_template).tokenizer
-        if not self.tokenizer.is_fast:
-            raise UserError(f"the tokenizer in {recipe.tokenizer_folder} has no fast form (tokenizer.json)")
-        self._chat = Chat(self.tokenizer, recipe.think)
+        if not tokenizer.is_fast:
+            raise UserError(f"the tokenizer {tokenizer.name_or_path} has no fast form (tokenizer.json)")
+        self._chat = Chat(tokenizer, recipe.think)
         self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
         self.eos_id: int | None = self.tokenizer.eos_token_id
         known = (self.tokenizer.pad_token_id, self.eos_id, 0)
@@ -132,7 +118,7 @@ class Encoder:
 
     def origin(self, record: Record, source: str) -> tuple[str, str]:
         """Where the record says it is from and under what licence, else what holds for all."""
-        recipe = self._recipe
+        recipe = self.recipe
         names = []
         for field, default in ((recipe.source_field, source), (recipe.licence_field, recipe.licence)):
             value = look_up(record, field) if field else None

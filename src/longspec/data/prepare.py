@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longspec.data.encode import Bad, Encoded, Encoder, Recipe, load_encoder
+from longspec.data.encode import Bad, Encoded, Encoder, Recipe
 from longspec.data.inputs import InputFile, find_files, fingerprint
 from longspec.data.pack import POLICIES, Shelf
 from longspec.data.read import Chunk, Position, read_chunks
@@ -31,6 +31,7 @@ from longspec.errors import UserError
 from longspec.hub import resolve_tokenizer
 from longspec.models.files import read_json, write_whole
 from longspec.progress import byte_bar
+from longspec.prompts import PromptEncoder
 
 _STATE = "prepare.json"
 _SHARD_TOKENS = 1 << 23
@@ -130,8 +131,6 @@ def prepare(options: Options, progress: bool = False) -> Summary:
         options.target, revision=options.revision, offline=options.offline, progress=progress
     )
     recipe = Recipe(
-        target.folder,
-        target.entry.chat_template if target.entry else None,
         options.template,
         options.renames,
         options.aligners,
@@ -140,7 +139,8 @@ def prepare(options: Options, progress: bool = False) -> Summary:
         options.licence_field,
         options.source_field,
     )
-    encoder = load_encoder(recipe)
+    tokenizer = PromptEncoder(target.folder, target.entry.chat_template if target.entry else None).tokenizer
+    encoder = Encoder(recipe, tokenizer)
     settings = options.settings(files, encoder)
     with claimed(options.folder, _STATE):
         if is_finished(options.folder):
@@ -154,7 +154,7 @@ def prepare(options: Options, progress: bool = False) -> Summary:
         workers = min(options.workers, -(-total // (1 << 22)))  # starting one takes as long as a few MB
         with byte_bar("Preparing", total, progress) as advance:
             advance(sum(file.num_bytes for file in files[: job.state.position.file]))
-            for chunk, outcomes in encode_in_order(recipe, chunks, workers):
+            for chunk, outcomes in encode_in_order(encoder, chunks, workers):
                 job.take(chunk, outcomes)
                 advance(chunk.num_bytes)
         info = job.finish(Position(file=len(files)))

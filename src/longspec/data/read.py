@@ -162,8 +162,8 @@ def _blocks(path: Path, file: BinaryIO) -> Iterator[bytes]:
         yield from _zst_blocks(path, file)
         return
     openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
-    content = openers[kind](file) if kind in openers else file
-    while block := content.read(_BLOCK):
+    content: Any = openers[kind](file) if kind in openers else file
+    while block := content.read1(_BLOCK):  # what can be read before a fault is read
         yield block
 
 

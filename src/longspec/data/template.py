@@ -62,10 +62,11 @@ class Chat:
         pieces: list[Piece] = [(opened, Role.PROMPT), *answer]
         if not self.is_there:
             return Rendered(pieces)
-        return Rendered([*pieces, (self._end, Role.TEXT)], is_chat=True)
+        return Rendered([*pieces, (self.end, Role.TEXT)], is_chat=True)
 
     @cached_property
-    def _end(self) -> str:
+    def end(self) -> str:
+        """What the chat template writes behind an answer."""
         mark = "Answer."
         text = self.render([{"role": "user", "content": "Question?"}, {"role": "assistant", "content": mark}])
         if mark not in text:
@@ -145,17 +146,20 @@ def from_messages(record: Record, chat: Chat) -> Rendered:
         messages.append({name: text_field(message, name) for name in ("role", "content")})
     if not chat.is_there:
         raise UserError("the target has no chat template for messages: take another --template or --target")
-    whole, done = chat.render(messages), 0
+    whole, done, seen = chat.render(messages), 0, 0
     pieces: list[Piece] = []
     for index, message in enumerate(messages):
+        content = message["content"].split("</think>")[-1].strip()  # earlier thoughts may be left out
         if message["role"] != "assistant":
+            seen = max(seen, whole.find(content, seen) + len(content))
             continue
         first, last = _turn(chat, messages, index, whole)
-        content = message["content"].split("</think>")[-1].strip()
         if first < done or content not in whole[first:last]:
+            first, last = _search(chat, content, whole, max(done, seen))
+        if first < 0:
             raise BadRecord(f"the chat template does not show where message {index + 1} begins and ends")
         pieces += [(whole[done:first], Role.PROMPT), (whole[first:last], Role.TEXT)]
-        done = last
+        done = seen = last
     return Rendered([*pieces, (whole[done:], Role.PROMPT)], is_chat=True)
 
 
@@ -163,11 +167,18 @@ def _turn(chat: Chat, messages: list[dict[str, str]], index: int, whole: str) ->
     """Where in the whole conversation the assistant's turn `index` stands.
 
     By what the conversation up to there renders to. Only the common beginning counts: templates may write an
-    open turn or an earlier thought otherwise than they do in the whole.
+    open turn otherwise than a whole one.
     """
     before = chat.render(messages[:index], open_turn=True)
     after = chat.render(messages[: index + 1])
     return _common(before, whole), _common(after, whole)
+
+
+def _search(chat: Chat, content: str, whole: str, start: int) -> tuple[int, int]:
+    """The same by the turn's words, where what follows it changes how it is written; -1 without them."""
+    first = whole.find(content, start)
+    last = first + len(content)
+    return first, last + len(chat.end) if first >= 0 and whole.startswith(chat.end, last) else last
 
 
 def _common(part: str, whole: str) -> int:

@@ -14,26 +14,31 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
-from longspec.data.encode import Bad, Encoded, Recipe, encode_chunk
+from longspec.data.encode import Bad, Encoded, Encoder, Recipe, encode_chunk
 from longspec.data.read import Chunk
 from longspec.errors import UserError
+
+# A worker's encoder: what a process pool sets up, its tasks can reach by no other way.
+_WORKER: list[Encoder] = []
 
 Done = tuple[Chunk, list[Encoded | Bad]]
 
 
-def encode_in_order(recipe: Recipe, chunks: Iterable[Chunk], workers: int) -> Iterator[Done]:
+def encode_in_order(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Iterator[Done]:
     """Each chunk with its outcomes, in order; with more than one worker in processes of their own."""
     if workers <= 1:
         for chunk in chunks:
-            yield chunk, encode_chunk(recipe, chunk)
+            yield chunk, encode_chunk(encoder, chunk)
         return
     pending: deque[tuple[Chunk, Future[list[Encoded | Bad]]]] = deque()
     # Spawned, not forked: the tokenizer's library and torch have threads, which a fork would lose.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker)
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (encoder.recipe, encoder.tokenizer))
     try:
         for chunk in chunks:
-            pending.append((chunk, pool.submit(encode_chunk, recipe, chunk)))
+            pending.append((chunk, pool.submit(_encode, chunk)))
             if len(pending) > 2 * workers:  # bounds what is in memory
                 yield _next(pending)
         while pending:
@@ -52,13 +57,21 @@ def _next(pending: deque[tuple[Chunk, Future[list[Encoded | Bad]]]]) -> Done:
     return chunk, future.result()
 
 
-def _start_worker() -> None:
-    """A worker leaves Ctrl-C to the process that started it, and ends when that one is gone."""
+def _start_worker(recipe: Recipe, tokenizer: Any) -> None:
+    """A worker leaves Ctrl-C to the process that started it, and ends when that one is gone.
+
+    The tokenizer comes along: to load one takes many times as long.
+    """
+    _WORKER.append(Encoder(recipe, tokenizer))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _encode(chunk: Chunk) -> list[Encoded | Bad]:
+    return encode_chunk(_WORKER[0], chunk)
 
 
 def _end_with(sentinel: int) -> None:

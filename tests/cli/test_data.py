@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pty
 import signal
 import subprocess
@@ -20,20 +19,18 @@ PROGRAM = (sys.executable, "-m", "longspec.cli.main", "data")
 COT = {"question": "1+1?", "reasoning": "One \x1b[31mand one.", "answer": "Two."}
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run((*PROGRAM, *arguments), capture_output=True, text=True, timeout=120)
-
-
 def children(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_killed_and_started_again_it_is_as_if_nothing_had_been(tiny_folder: Path, tmp_path: Path) -> None:
+def test_killed_and_started_again_it_is_as_if_nothing_had_been(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = tmp_path / "text.jsonl"
     with source.open("w") as file:
-        for number in range(2000):
+        for number in range(1200):
             file.write(json.dumps({"text": f"Line {number} of a tale of the sea. " * 80}) + "\n")
-    assert source.stat().st_size > 1 << 22, "small inputs start no process"
+    assert source.stat().st_size > 1 << 21, "small inputs start no process"
     more = ("--target", str(tiny_folder), "--seq-length", "256", "--shard-sequences", "100", "--workers", "2")
     command = (*PROGRAM, "prepare", str(source), *more, "--output")
     with subprocess.Popen((*command, str(tmp_path / "killed")), stderr=subprocess.PIPE) as process:
@@ -41,34 +38,51 @@ def test_killed_and_started_again_it_is_as_if_nothing_had_been(tiny_folder: Path
             assert process.poll() is None, "it ended before it could be killed"
             time.sleep(0.01)
         workers = children(process.pid)
-        assert run("info", str(tmp_path / "killed")).returncode == 2, "not finished"
         process.kill()
     assert process.returncode == -signal.SIGKILL
+    assert main(["data", "info", str(tmp_path / "killed")]) == 2, "it is not finished"
+    capsys.readouterr()
     kept = (tmp_path / "killed" / "shard-00001" / "tokens.npy").stat().st_mtime_ns
-    again = run("prepare", str(source), *more, "--output", str(tmp_path / "killed"), "--json")
-    assert again.returncode == 0, again.stderr
+    assert main([*command[3:], str(tmp_path / "killed"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["documents"] == 1200
     assert (tmp_path / "killed" / "shard-00001" / "tokens.npy").stat().st_mtime_ns == kept
-    assert main(["data", "prepare", str(source), *more[:-1], "1", "-o", str(tmp_path / "unbroken")]) == 0
+    assert main([*command[3:], str(tmp_path / "unbroken"), "--workers", "1"]) == 0
     assert same(tmp_path / "killed", tmp_path / "unbroken")
-    assert json.loads(again.stdout)["documents"] == 2000
     assert len(workers) >= 2
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers), "workers end with their parent"
 
 
-@pytest.fixture
-def thoughts(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    (tmp_path / "cot.jsonl").write_text("\n".join([json.dumps(COT)] * 3 + ["nonsense"]))
+@pytest.fixture(scope="module")
+def making(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A command that makes a dataset of three documents, of four lines one of which is bad."""
+    folder = tmp_path_factory.mktemp("cot")
+    (folder / "cot.jsonl").write_text("\n".join([json.dumps(COT)] * 3 + ["nonsense"]))
     flags = ["--template", "cot", "--pack", "whole", "--seq-length", "128", "--skip-bad", "--licence", "CC0"]
-    folder = tmp_path / "cot"
-    inputs = [str(tmp_path / "cot.jsonl"), "-o", str(folder), "--target", str(tiny_folder)]
-    assert main(["data", "prepare", *inputs, *flags]) == 0
+    command = ["data", "prepare", str(folder / "cot.jsonl"), "--target", str(tiny_folder), *flags]
+    return [*command, "--output", str(folder / "made")]
+
+
+@pytest.fixture(scope="module")
+def thoughts(making: list[str]) -> Path:
+    """What it makes."""
+    assert main(making) == 0
+    return Path(making[-1])
+
+
+def test_prepare_says_what_it_did_and_what_it_left_out(
+    making: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*making[:-1], str(tmp_path / "out")]
+    assert main(command) == 0
     told = capsys.readouterr()
+    assert "of 3 documents in 1 shard, " in told.out
     assert "from cot.jsonl (CC0): " in told.out
     assert "1 bad records were left out, first:" in told.err
     assert "cot.jsonl line 4: it is not JSON" in told.err
-    assert main(["data", "prepare", *inputs, *flags]) == 0
+    assert main(command) == 0
     assert "is done already" in capsys.readouterr().out
-    return folder
+    assert main([*command, "--pack", "single"]) == 2
+    assert "pack was 'whole' and is 'single'" in capsys.readouterr().err
 
 
 def test_info_says_what_is_there(thoughts: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,17 +110,14 @@ def test_show_tells_documents_and_roles_apart(thoughts: Path, capsys: pytest.Cap
     assert any(line.startswith("── padding from token ") for line in lines)
 
 
-def test_show_uses_colours_on_a_terminal(thoughts: Path) -> None:
+def test_show_uses_colours_on_a_terminal(thoughts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
     leader, follower = pty.openpty()
-    command = (*PROGRAM, "show", str(thoughts))
-    with subprocess.Popen(command, stdout=follower, stderr=follower) as process:
-        os.close(follower)
-        seen = b""
-        while b"<think>" not in seen and b"One " not in seen:
-            seen += os.read(leader, 4096)
-        assert b"\x1b[33m" in seen
-        process.kill()
-    os.close(leader)
+    with open(leader, "rb", buffering=0) as screen, open(follower, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        assert main(["data", "show", str(thoughts)]) == 0
+        monkeypatch.undo()
+        assert b"\x1b[33mOne " in screen.read(4096)
 
 
 BAD = {
@@ -120,7 +131,7 @@ BAD = {
     "unknown target": (["prepare", "IN", "--target", "smolm2-135m"], "did you mean 'smollm2-135m'"),
     "no folder": (["info", "none"], "the dataset none is not there"),
     "index": (["show", "DATA", "--index", "9"], "--index is 9"),
-    "other tokenizer": (["show", "DATA", "--target", "smollm2-135m", "--count", "0"], "--count is 0"),
+    "count": (["show", "DATA", "--count", "0"], "--count is 0"),
 }
 
 

@@ -40,7 +40,7 @@ def lines(records: list[Any]) -> bytes:
 
 def make(target: Path, folder: Path, *inputs: Path, **more: Any) -> Summary:
     names = tuple(str(path) for path in inputs)
-    return prepare(Options(names, folder, str(target), **{"seq_length": 64, "shard_sequences": 7} | more))
+    return prepare(Options(names, folder, str(target), **{"seq_length": 64, "shard_sequences": 20} | more))
 
 
 def tokens(folder: Path) -> list[list[int]]:
@@ -116,15 +116,6 @@ def test_every_format_gives_the_same_tokens(plain: Path, tiny_folder: Path, tmp_
         assert tokens(tmp_path / f"out {name}") == expected, name
 
 
-def test_workers_do_not_change_the_result(tiny_folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "large.jsonl"
-    path.write_bytes(lines([{"text": f"{i} {RECORDS[i % 200]['text']} " * 40} for i in range(1500)]))
-    assert path.stat().st_size > 1 << 22, "small inputs start no process"
-    for workers in (1, 2):
-        make(tiny_folder, tmp_path / str(workers), path, workers=workers, seq_length=1024)
-    assert same(tmp_path / "1", tmp_path / "2")
-
-
 def test_skip_and_limit_part_the_records(plain: Path, tiny_folder: Path, tmp_path: Path) -> None:
     whole = make(tiny_folder, tmp_path / "whole", plain, pack="whole")
     first = make(tiny_folder, tmp_path / "first", plain, pack="whole", limit=70)
@@ -135,12 +126,12 @@ def test_skip_and_limit_part_the_records(plain: Path, tiny_folder: Path, tmp_pat
 
 
 def test_truncate_keeps_beginnings(plain: Path, tiny_folder: Path, tmp_path: Path) -> None:
-    make(tiny_folder, tmp_path / "cut", plain, pack="single", seq_length=8)
-    make(tiny_folder, tmp_path / "short", plain, pack="single", seq_length=8, truncate=True)
+    make(tiny_folder, tmp_path / "cut", plain, pack="single", seq_length=8, shard_sequences=100)
+    make(tiny_folder, tmp_path / "short", plain, pack="single", seq_length=8, truncate=True, limit=150)
     lengths = [len(str(one["text"]).split()) + 1 for one in RECORDS]  # a token each, and eos
     firsts = np.cumsum([0, *(-(-length // 8) for length in lengths[:-1])])
     pieces = tokens(tmp_path / "cut")
-    assert tokens(tmp_path / "short") == [pieces[first] for first in firsts]
+    assert tokens(tmp_path / "short") == [pieces[first] for first in firsts[:150]]
     with pytest.raises(UserError, match="--truncate"):
         make(tiny_folder, tmp_path / "none", plain, truncate=True)
 
@@ -257,20 +248,13 @@ def test_stopped_at_any_shard_it_goes_on(pack: str, plain: Path, tiny_folder: Pa
         str(tiny_folder),
         pack=pack,
         seq_length=32,
-        shard_sequences=7,
+        shard_sequences=20,
         min_tokens=4,
     )
     prepare(replace(options, folder=tmp_path / "unbroken"))
     last = Dataset(tmp_path / "unbroken").info.num_shards - 1
-    assert last > 4
-    for number, when in (
-        (0, "before"),
-        (1, "after"),
-        (3, "before"),
-        (3, "after"),
-        (last, "before"),
-        (last, "after"),
-    ):
+    assert last > 2
+    for number, when in ((0, "before"), (2, "after"), (last, "before"), (last, "after")):
         process = multiprocessing.get_context("fork").Process(target=die_at, args=(number, when, options))
         process.start()
         process.join()

@@ -35,6 +35,7 @@ from longspec.prompts import PromptEncoder
 
 _STATE = "prepare.json"
 _SHARD_TOKENS = 1 << 23
+_WORKER_BYTES = 1 << 21  # of input for each worker: starting one takes about as long
 _NUM_PLACES = 5
 
 
@@ -151,7 +152,7 @@ def prepare(options: Options, progress: bool = False) -> Summary:
         job = _Job(options, encoder, _read_state(options.folder, settings))
         chunks = read_chunks(files, job.state.position, options.skip, options.limit)
         total = sum(file.num_bytes for file in files)
-        workers = min(options.workers, -(-total // (1 << 22)))  # starting one takes as long as a few MB
+        workers = min(options.workers, -(-total // _WORKER_BYTES))
         with byte_bar("Preparing", total, progress) as advance:
             advance(sum(file.num_bytes for file in files[: job.state.position.file]))
             for chunk, outcomes in encode_in_order(encoder, chunks, workers):

@@ -142,21 +142,26 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def _tell(summary: Summary) -> None:
     if summary.already:
         print(f"{printable(summary.folder)} is done already")
     print(
-        f"{summary.sequences:,} sequences with {summary.tokens:,} tokens of {summary.documents:,} documents "
-        f"in {summary.shards} shard{'s' * (summary.shards > 1)}, {summary.padding_share:.1%} padding"
+        f"{_number(summary.sequences, 'sequence')} with {_number(summary.tokens, 'token')} of "
+        f"{_number(summary.documents, 'document')} in {_number(summary.shards, 'shard')}, "
+        f"{summary.padding_share:.1%} padding"
     )
     for source in summary.sources:
-        what = f"{source['name']} ({source['licence']}): {source['num_tokens']:,} tokens"
-        print(f"  from {printable(what)} of {source['num_documents']:,} documents")
+        what = f"{source['name']} ({source['licence']}): {_number(source['num_tokens'], 'token')}"
+        print(f"  from {printable(what)} of {_number(source['num_documents'], 'document')}")
     if summary.short:
-        print(f"  {summary.short:,} documents were too short")
+        print(f"  left out as too short: {_number(summary.short, 'document')}")
     if summary.bad:
-        print(f"longspec: warning: {summary.bad:,} bad records were left out, first:", file=sys.stderr)
+        print(f"longspec: warning: left out {_number(summary.bad, 'bad record')}, first:", file=sys.stderr)
         for place in summary.bad_places:
             print(f"  {printable(place)}", file=sys.stderr)
     if not summary.already:
-        print(f"  {summary.seconds:.1f} s, {summary.tokens_per_second:,.0f} tokens/s")
+        print(f"  {summary.seconds:.1f} s in all, {summary.tokens_per_second:,.0f} tokens/s")

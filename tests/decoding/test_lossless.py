@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -251,6 +251,7 @@ class RandomTrees:
 
     name, num_nodes = "random", 12
     tree_shape: tuple[int, ...] | None = None
+    device_key: tuple[Hashable, ...] | None = None
 
     def __init__(self, answers: list[list[int]], seed: int) -> None:
         self._answers = answers

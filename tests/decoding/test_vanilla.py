@@ -152,7 +152,7 @@ def test_chunked_prefill_changes_nothing(smollm2: LongSpec, monkeypatch: pytest.
     prompt = "word " * 300 + "What was that?"
     whole = smollm2.generate(prompt, max_new_tokens=16)
     smollm2.reset()
-    monkeypatch.setattr("longspec.decoding.loop.decode.__defaults__", (7,))
+    monkeypatch.setattr("longspec.decoding.loop.decode.__defaults__", (7, None))
     assert smollm2.generate(prompt, max_new_tokens=16).token_ids == whole.token_ids
 
 

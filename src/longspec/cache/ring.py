@@ -56,6 +56,10 @@ class DraftCache:
         """Size of the buffers."""
         return 2 * self.keys.numel() * self.keys.element_size() + 8 * self.positions.numel()
 
+    def clear(self) -> None:
+        """Forget everything; the buffers stay."""
+        self.positions.fill_(-1)
+
     def append(self, k: Tensor, v: Tensor, positions: Tensor, wanted: Tensor) -> None:
         """Put keys and values [B, T, K, D] of committed tokens into the ring, where `wanted` [B, T]."""
         rows = torch.arange(k.shape[0], device=k.device)[:, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +117,8 @@ class Guarded:
         self.name, self.tree_shape, self.num_nodes = method.name, method.tree_shape, method.num_nodes
         self._method, self._break_even = method, break_even
         self._vanilla = Vanilla()
+        # Whether it goes on is for the host to say, between rounds.
+        self.device_key: tuple[Hashable, ...] | None = None
         self._rounds, self._emitted = 0, 0.0
         self._proposed = False
         self._paused = 0
@@ -155,6 +157,7 @@ class _Chain:
 
     name = "chain"
     tree_shape: tuple[int, ...] | None = None
+    device_key: tuple[Hashable, ...] | None = None
 
     def __init__(self, gamma: int) -> None:
         self.num_nodes = gamma + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +55,8 @@ class Method(Protocol):
     num_nodes: int
     """Most nodes of a tree it proposes: room that the cache must have beyond the text."""
     tree_shape: tuple[int, ...] | None
+    device_key: tuple[Hashable, ...] | None
+    """What tells this method's rounds from those of others where they need nothing of the host; else None."""
 
     def begin(self, state: DecodeState) -> None:
         """Prepare, once the prompts are in the cache and the first roots are chosen."""
@@ -71,15 +73,21 @@ Acceptance = Callable[
 ]
 
 
+Rounds = Callable[[DecodeState, Method, Acceptance], Iterator[list[list[int]]]]
+"""Gives what each row emits, round by round, once the prompts are in the cache."""
+
+
 def decode(
     state: DecodeState,
     method: Method,
     acceptance: Acceptance = accept_coupled,
     chunk: int = PREFILL_CHUNK,
+    rounds: Rounds | None = None,
 ) -> Iterator[list[list[int]]]:
     """Prefill, then run rounds until every row is finished; yields what each row kept, at each turn.
 
-    What the cache already holds of a row's prompt (its `lengths`) is not computed again.
+    What the cache already holds of a row's prompt (its `lengths`) is not computed again. `rounds` gives the
+    rounds another home than this loop, such as a captured graph.
     """
     with torch.inference_mode():
         started = time.perf_counter()
@@ -88,31 +96,43 @@ def decode(
         kept = [row.keep_first(token) for row, token in zip(state.rows, firsts, strict=True)]
         state.prefill_seconds = time.perf_counter() - started
     yield kept
+    # Not held across a yield: the mode is the thread's, and the caller runs in between.
     with torch.inference_mode():
-        method.begin(state)
+        emitting = (rounds or host_rounds)(state, method, acceptance)
     while not all(row.finished for row in state.rows):
-        # Not held across the yield: the mode is the thread's, and the caller runs in between.
         with torch.inference_mode():
-            emitted = run_round(state, method, acceptance)
-            kept = keep(state, emitted)
+            kept = keep(state, next(emitting))
         yield kept
+
+
+def host_rounds(state: DecodeState, method: Method, acceptance: Acceptance) -> Iterator[list[list[int]]]:
+    """The plain `Rounds`: the host looks at each one before the next."""
+    method.begin(state)
+    while True:
+        yield run_round(state, method, acceptance)
+        _stop_finished(state)
 
 
 def keep(state: DecodeState, emitted: list[list[int]]) -> list[list[int]]:
     """Hand what a round emitted to the rows; returns what each one kept."""
-    kept = [
+    return [
         [] if row.finished else row.keep_round(tokens)
         for row, tokens in zip(state.rows, emitted, strict=True)
     ]
+
+
+def _stop_finished(state: DecodeState) -> None:
+    """Put rows that are finished back to their end, which a round may have run past.
+
+    They are computed along with the others and write their nodes behind their prefix, for which there is
+    room only if they stand at their end and not beyond.
+    """
     if any(row.finished for row in state.rows):
-        # A round may have run past a row's end. Finished, it is computed along with the others and writes
-        # its nodes behind its prefix, for which there is room only if it stands at its end and not beyond.
         ends = [
             len(row.prompt) + len(row.tokens) - 1 if row.finished else state.cache.capacity
             for row in state.rows
         ]
         state.cache.truncate(torch.tensor(ends))
-    return kept
 
 
 def run_round(state: DecodeState, method: Method, acceptance: Acceptance) -> list[list[int]]:
@@ -121,23 +141,31 @@ def run_round(state: DecodeState, method: Method, acceptance: Acceptance) -> lis
     hidden = state.target(tree.tokens, state.cache, tree.sees())
     logits_at = _logits_at(state.target, hidden)
     found = acceptance(tree, logits_at, state.sampling, state.seeds, state.cache.lengths, state.seen)
-
     running = torch.tensor([not row.finished for row in state.rows], device=hidden.device)
-    last = found.path[:, -1]
-    rows = torch.arange(len(state.rows), device=hidden.device)
+    emitted, num_emitted = advance(state, tree, hidden, found, running)
+    _mark_seen(state, emitted, num_emitted)
+    state.emitted, state.num_emitted = emitted, num_emitted
+    counts = num_emitted.tolist()
+    return [tokens[:count] for tokens, count in zip(emitted.tolist(), counts, strict=True)]
+
+
+def advance(
+    state: DecodeState, tree: TokenTree, hidden: Tensor, found: Accepted, running: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Commit what was accepted in the rows that are `running` [B]; returns what was emitted, and how much.
+
+    A row that is finished stands still, with its root as the one thing it emitted. Nothing is asked of the
+    host, and what is part of the state keeps its place in memory.
+    """
+    rows = torch.arange(len(running), device=hidden.device)
     state.cache.commit(found.path, (found.num_accepted + 1) * running)
-    state.feature = torch.where(running[:, None], hidden[rows, last], state.feature)
+    last = hidden[rows, found.path[:, -1]]
+    state.feature.copy_(torch.where(running[:, None], last, state.feature))
     # The path without the root, then the bonus right behind each row's last accepted token.
     emitted = torch.cat((tree.tokens.gather(1, found.path)[:, 1:], found.bonus[:, None]), 1)
     emitted.scatter_(1, found.num_accepted[:, None], found.bonus[:, None])
-    num_emitted = found.num_accepted + 1
-    _mark_seen(state, emitted, num_emitted)
-    if bool(running.all()):
-        state.emitted, state.num_emitted = emitted, num_emitted
-    else:
-        _stand_still(state, running, emitted, num_emitted)
-    counts = num_emitted.tolist()
-    return [tokens[:count] for tokens, count in zip(emitted.tolist(), counts, strict=True)]
+    emitted[:, 0] = torch.where(running, emitted[:, 0], tree.tokens[:, 0])
+    return emitted, torch.where(running, found.num_accepted + 1, 1)
 
 
 def _logits_at(target: Transformer, hidden: Tensor) -> LogitsAt:
@@ -156,13 +184,6 @@ def _mark_seen(state: DecodeState, emitted: Tensor, num_emitted: Tensor) -> None
     real = torch.arange(emitted.shape[1], device=emitted.device) < num_emitted[:, None]
     # What lies behind a row's own tokens is replaced by its first one, which is noted anyway.
     state.seen.scatter_(1, torch.where(real, emitted, emitted[:, :1]), True)
-
-
-def _stand_still(state: DecodeState, running: Tensor, emitted: Tensor, num_emitted: Tensor) -> None:
-    """Take over what the running rows emitted; a finished row keeps its root, as the one thing emitted."""
-    roots = torch.where(running, emitted[:, 0], state.roots)
-    emitted = torch.cat((roots[:, None], emitted[:, 1:]), 1)
-    state.emitted, state.num_emitted = emitted, torch.where(running, num_emitted, 1)
 
 
 def start(target: Transformer, cache: KVCache, rows: list[Row], sampling: Sampling) -> DecodeState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -50,20 +51,24 @@ class Glide:
         self._draws = draws
         self._max_nodes = max_nodes or sum(tree_shape) + 1
         self.num_nodes = min(self._max_nodes, sum(tree_shape) + 1)
+        key = (name, tree_shape, max_nodes, id(draft))
+        self.device_key: tuple[Hashable, ...] | None = None if draws else key
         self._layers = draft.config.layers_of(draft.target_config)
         self.ring: DraftCache | None = None
 
     def begin(self, state: DecodeState) -> None:
         """Fill the ring with the last `window` tokens before the root: more than that is never seen."""
         target, window = state.target, self._draft.config.window
-        self.ring = DraftCache.empty(
-            target.config,
-            self._draft.config,
-            len(state.rows),
-            sum(self._shape) + 1,
-            target.device,
-            target.dtype,
-        )
+        if self.ring is None:
+            self.ring = DraftCache.empty(
+                target.config,
+                self._draft.config,
+                len(state.rows),
+                sum(self._shape) + 1,
+                target.device,
+                target.dtype,
+            )
+        self.ring.clear()
         texts = [row.prompt + row.tokens for row in state.rows]
         ends = state.cache.lengths.tolist()
         tails = [text[:end][-window:] for text, end in zip(texts, ends, strict=True)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 
 from longspec.decoding.loop import DecodeState
@@ -18,6 +20,7 @@ class Lookup:
         self.gamma = gamma
         self.num_nodes = gamma + 1
         self.tree_shape: tuple[int, ...] | None = (1,) * gamma
+        self.device_key: tuple[Hashable, ...] | None = None
         self._sizes = range(max_ngram, min_ngram - 1, -1)
         self._indices: list[NgramIndex] = []
 

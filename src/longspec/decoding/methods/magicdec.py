@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,7 @@ class MagicDec:
         self.tree_shape: tuple[int, ...] | None = (1,) * gamma
         self._sinks, self._window = sinks, window
         self._draws = draws
+        self.device_key: tuple[Hashable, ...] | None = None if draws else ("magicdec", gamma, sinks, window)
 
     def begin(self, state: DecodeState) -> None:
         """Nothing to prepare: the cache is the target's."""

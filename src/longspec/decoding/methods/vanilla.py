@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from longspec.decoding.loop import DecodeState
 from longspec.decoding.tree import TokenTree
 
@@ -12,6 +14,7 @@ class Vanilla:
     name = "vanilla"
     num_nodes = 1
     tree_shape: tuple[int, ...] | None = None
+    device_key: tuple[Hashable, ...] | None = ("vanilla",)
 
     def begin(self, state: DecodeState) -> None:
         """See `Method.begin`."""

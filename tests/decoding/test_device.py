@@ -1,0 +1,99 @@
+"""Rounds that ask nothing of the host emit what the others emit; a CPU runs them as a GPU would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longspec.config import DraftConfig
+from longspec.decoding.accept import accept_coupled
+from longspec.decoding.choose import Sampling
+from longspec.decoding.device import RoundStore, needs_no_host
+from longspec.decoding.loop import Method, decode, start
+from longspec.decoding.methods.glide import Glide
+from longspec.decoding.methods.lookup import Lookup
+from longspec.decoding.methods.magicdec import MagicDec
+from longspec.decoding.methods.vanilla import Vanilla
+from longspec.decoding.row import Row
+from longspec.models.draft import DraftHead, GlideDraft
+from longspec.models.target import Transformer
+from tests.decoding.scripted import SCRIPTS, ScriptedGlide, tiny_target
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]]
+SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.9)]
+
+
+def answers(
+    target: Transformer,
+    method: Method,
+    sampling: Sampling,
+    store: RoundStore | None,
+    prompts: list[list[int]],
+) -> list[Row]:
+    rows = [Row(prompt, 7 + place, 30 - 4 * place, frozenset({0})) for place, prompt in enumerate(prompts)]
+    cache = target.new_cache(len(rows), 64 + method.num_nodes)
+    state = start(target, cache, rows, sampling)
+    assert store is None or needs_no_host(state, method)
+    for _ in decode(state, method, accept_coupled, rounds=store):
+        pass
+    assert int(cache.lengths.max()) + method.num_nodes <= cache.capacity
+    return rows
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 2)])
+@pytest.mark.parametrize("count", [1, 3])
+def test_device_rounds_say_what_vanilla_says(sampling: Sampling, shape: tuple[int, ...], count: int) -> None:
+    target = tiny_target(vocab_size=11, max_length=256)
+    prompts = PROMPTS[:count]
+    expected = answers(target, Vanilla(), sampling, None, prompts)
+    texts = [row.tokens for row in expected]
+    assert any(row.finish_reason == "eos" for row in expected) or count == 1
+    draft = GlideDraft(target.config, DraftConfig(window=8, max_lag=8, use_feature=True))
+    draft.initialise(torch.Generator().manual_seed(1), std=0.3)
+    methods: list[Method] = [
+        Vanilla(),
+        Glide(draft, DraftHead(target, None), shape, 6, draws=False, name="tree"),
+        MagicDec(len(shape), sinks=1, window=4, draws=False),
+        *(ScriptedGlide(target, texts, script, shape) for script in SCRIPTS.values()),
+    ]
+    for method in methods:
+        on_host = answers(target, method, sampling, None, prompts)
+        on_device = answers(target, method, sampling, RoundStore(), prompts)
+        assert [row.tokens for row in on_host] == texts
+        assert [row.tokens for row in on_device] == texts
+        assert [row.depths for row in on_device] == [row.depths for row in on_host]
+        assert [row.num_rounds for row in on_device] == [row.num_rounds for row in on_host]
+
+
+def test_rounds_are_kept_between_requests_and_go_with_their_cache() -> None:
+    target, store = tiny_target(vocab_size=11), RoundStore()
+    draft = GlideDraft(target.config, DraftConfig(window=8))
+    draft.initialise(torch.Generator().manual_seed(1), std=0.3)
+    cache = target.new_cache(1, 64)
+
+    def answer(prompt: list[int], sampling: Sampling, rounds: RoundStore | None) -> list[int]:
+        cache.lengths.zero_()
+        row = Row(prompt, 3, 12)
+        method = Glide(draft, DraftHead(target, None), (2, 2), None, draws=False, name="tree")
+        for _ in decode(start(target, cache, [row], sampling), method, accept_coupled, rounds=rounds):
+            pass
+        return row.tokens
+
+    for sampling in SAMPLINGS:
+        for prompt in PROMPTS:
+            assert answer(prompt, sampling, store) == answer(prompt, sampling, None)
+    assert len(store._kept) == 2, "one for each way to sample"
+    cache = target.new_cache(1, 64)
+    answer(PROMPTS[0], SAMPLINGS[0], store)
+    assert len(store._kept) == 1
+
+
+def test_what_needs_the_host_says_so() -> None:
+    target = tiny_target(vocab_size=11)
+    cache = target.new_cache(1, 64)
+    state = start(target, cache, [Row([1, 2], 0, 4)], Sampling())
+    assert needs_no_host(state, Vanilla())
+    assert not needs_no_host(state, Lookup(3))
+    penalised = start(target, cache, [Row([1, 2], 0, 4)], Sampling(repetition_penalty=1.2))
+    assert not needs_no_host(penalised, Vanilla())

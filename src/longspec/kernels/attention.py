@@ -12,12 +12,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longspec.kernels.tiling import Tiling, choose_splits, choose_tiling
 
 # Rows of a tile that merges.
 _MERGE_ROWS = 16
-_UNBOUNDED = 2**30
+_UNBOUNDED = 2**31 - 1
 
 
 @triton.jit
@@ -39,107 +40,101 @@ def _absorb(
 
 
 @triton.jit
-def _parts(length, sinks, window, num_splits, UNIT: tl.constexpr):
-    """How many entries of the prefix are seen, and how many of them one part takes."""
-    seen = tl.minimum(length, sinks + window)
-    share = tl.cdiv(tl.cdiv(seen, num_splits), UNIT) * UNIT
-    return seen, tl.maximum(share, UNIT)
+def _parts(length, window, num_splits, UNIT: tl.constexpr):
+    """Where the last `window` entries of the prefix begin, and how many of them one part takes."""
+    begin = tl.maximum(length - window, 0)
+    share = tl.cdiv(tl.cdiv(length - begin, num_splits), UNIT) * UNIT
+    return begin, tl.maximum(share, UNIT)
 
 
 @triton.jit
-def _query_offsets(row, head, stride_t, stride_h, GROUP: tl.constexpr):
-    """Where the folded rows of a KV head stand: row r is query r // GROUP of the group's head r % GROUP."""
-    return (row // GROUP) * stride_t + (head * GROUP + row % GROUP) * stride_h
+def _query_offsets(row, head, stride_t, stride_h, group):
+    """Where the folded rows of a KV head stand: row r is query r // group of the group's head r % group."""
+    return (row // group) * stride_t + (head * group + row % group) * stride_h
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits", "sinks", "window"])
-def _prefix_kernel(
-    q, k, v, lengths, part_out, part_lse,
-    q_b, q_t, q_h, k_b, k_h, k_s, v_b, v_h, v_s,
-    num_rows, num_splits, sinks, window, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def _absorb_edge(
+    query, k, v, b, head, first, end, high, total, acc, scale,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """The keys from `first` on that come before `end`, less than a tile of them."""
+    valid = first + tl.arange(0, BLOCK_S) < end
+    key = k.load([b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
+    value = v.load([b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
+    # What lies behind may be nan, which a weight of 0 would let through.
+    value = tl.where(valid[:, None], value, 0.0)
+    return _absorb(query, key, value, valid[None, :], high, total, acc, scale, PRECISION, True)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits", "sinks", "window", "heads", "group"])
+def _prefix_kernel(
+    q, k, v, lengths, part_out, part_lse, q_b, q_t, q_h,
+    num_rows, num_splits, sinks, window, heads, group, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    SINKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """k and v are descriptors, so that whole tiles are copied by the hardware; what is outside reads as 0."""
     # Tiles of the same keys are neighbours, so that they find them in the L2 cache.
-    tile, split, problem = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    b, head = problem // HEADS, problem % HEADS
+    tile, split, problem = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, head = problem // heads, problem % heads
     length = tl.load(lengths + b).to(tl.int32)
-    seen, share = _parts(length, sinks, window, num_splits, BLOCK_S)
-    start = split * share
-    if start >= seen:
+    begin, share = _parts(length, window, num_splits, BLOCK_S)
+    start = begin + split * share
+    if start >= length:
         return
-    end = tl.minimum(start + share, seen)
+    end = tl.minimum(start + share, length)
 
     row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     inside = (row < num_rows)[:, None] & (d < D)[None, :]
-    rows_at = q + b * q_b + _query_offsets(row, head, q_t, q_h, GROUP)
+    rows_at = q + b.to(tl.int64) * q_b + _query_offsets(row, head, q_t, q_h, group)
     query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
-    k += b * k_b + head * k_h
-    v += b * v_b + head * v_h
-    s = tl.arange(0, BLOCK_S)
-    real = (d < D)[None, :] & (s < BLOCK_S)[:, None]
-    shift = tl.maximum(length - sinks - window, 0)
     high = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
 
-    # These go the long way in 64 bits; offsets within a tile need only 32.
-    k_now, v_now = k + start.to(tl.int64) * k_s, v + start.to(tl.int64) * v_s
-    tail = start + (end - start) // BLOCK_S * BLOCK_S
-    for first in tl.range(start, tail, BLOCK_S):
-        if WINDOWED:
-            entry = (first + s + tl.where(first + s < sinks, 0, shift)).to(tl.int64)
-            keys_at = k + (entry * k_s)[:, None] + d[None, :]
-            values_at = v + (entry * v_s)[:, None] + d[None, :]
-        else:
-            keys_at = k_now + (s * k_s)[:, None] + d[None, :]
-            values_at = v_now + (s * v_s)[:, None] + d[None, :]
-            k_now += BLOCK_S * k_s
-            v_now += BLOCK_S * v_s
-        if D == BLOCK_D:
-            key, value = tl.load(keys_at), tl.load(values_at)
-        else:
-            key, value = tl.load(keys_at, mask=real, other=0.0), tl.load(values_at, mask=real, other=0.0)
-        high, total, acc = _absorb(query, key, value, real, high, total, acc, scale, PRECISION, False)
-    if tail < end:
-        entry = tail + s
-        valid = entry < end
-        if WINDOWED:
-            entry += tl.where(entry < sinks, 0, shift)
-        mask = valid[:, None] & (d < D)[None, :]
-        key = tl.load(k + (entry.to(tl.int64) * k_s)[:, None] + d[None, :], mask=mask, other=0.0)
-        value = tl.load(v + (entry.to(tl.int64) * v_s)[:, None] + d[None, :], mask=mask, other=0.0)
-        high, total, acc = _absorb(
-            query, key, value, valid[None, :], high, total, acc, scale, PRECISION, True
+    if SINKS:
+        last = tl.where(split == 0, tl.minimum(sinks, begin), 0)
+        for first in tl.range(0, last, BLOCK_S):
+            high, total, acc = _absorb_edge(
+                query, k, v, b, head, first, last, high, total, acc, scale, BLOCK_D, BLOCK_S, PRECISION
+            )
+    edge = start + (end - start) // BLOCK_S * BLOCK_S
+    for first in tl.range(start, edge, BLOCK_S):
+        key = k.load([b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
+        value = v.load([b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
+        high, total, acc = _absorb(query, key, value, row, high, total, acc, scale, PRECISION, False)
+    if edge < end:
+        high, total, acc = _absorb_edge(
+            query, k, v, b, head, edge, end, high, total, acc, scale, BLOCK_D, BLOCK_S, PRECISION
         )
 
-    place = (problem * num_splits + split) * num_rows + row
+    place = (problem.to(tl.int64) * num_splits + split) * num_rows + row
     tl.store(part_out + place[:, None] * D + d[None, :], acc / total[:, None], mask=inside)
     tl.store(part_lse + place, high + tl.log2(total), mask=row < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_nodes", "num_splits", "sinks", "window"])
+@triton.jit(do_not_specialize=["num_rows", "num_nodes", "num_splits", "window", "heads", "group"])
 def _merge_kernel(
     q, k, v, tree, lengths, part_out, part_lse, out, lse,
     q_b, q_t, q_h, k_b, k_h, k_s, v_b, v_h, v_s, tree_b, tree_t,
-    num_rows, num_nodes, num_splits, sinks, window, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
-    NODES: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
+    num_rows, num_nodes, num_splits, window, heads, group, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr, UNIT: tl.constexpr, NODES: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    b, head = problem // HEADS, problem % HEADS
+    b, head = problem // heads, problem % heads
     length = tl.load(lengths + b).to(tl.int32)
-    seen, share = _parts(length, sinks, window, num_splits, UNIT)
+    begin, share = _parts(length, window, num_splits, UNIT)
     row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     inside = (row < num_rows)[:, None] & (d < D)[None, :]
-    query_index = row // GROUP
+    query_index = row // group
     high = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
 
     if NODES:
-        rows_at = q + b * q_b + _query_offsets(row, head, q_t, q_h, GROUP)
+        rows_at = q + b * q_b + _query_offsets(row, head, q_t, q_h, group)
         query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
         k += b * k_b + head * k_h + length.to(tl.int64) * k_s
         v += b * v_b + head * v_h + length.to(tl.int64) * v_s
@@ -156,7 +151,7 @@ def _merge_kernel(
                 visible = pairs & (node[None, :] <= query_index[:, None])
             high, total, acc = _absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
 
-    num_parts = tl.cdiv(seen, share)
+    num_parts = tl.cdiv(length - begin, share)
     for first in tl.range(0, num_parts, PARTS):
         part = first + tl.arange(0, PARTS)
         place = (problem * num_splits + part)[:, None] * num_rows + row[None, :]
@@ -175,19 +170,19 @@ def _merge_kernel(
         acc = acc * fade[:, None] + tl.sum(outs * weights[:, :, None], 0)
         high = higher
 
-    _write(out, lse, b, head, row, high, total, acc, num_rows, HEADS, GROUP, D, BLOCK_D)
+    _write(out, lse, b, head, row, high, total, acc, num_rows, heads, group, D, BLOCK_D)
 
 
 @triton.jit
 def _write(
-    out, lse, b, head, row, high, total, acc, num_rows,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    out, lse, b, head, row, high, total, acc, num_rows, heads, group,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Put a tile of results, [B, T, H, D] and [B, T, H]; a row that saw nothing gets 0 and -inf."""
     d = tl.arange(0, BLOCK_D)
-    # Folded rows are the queries' heads of one KV head: T is num_rows / GROUP.
-    first = b * (num_rows // GROUP) * HEADS * GROUP
-    place = first + _query_offsets(row, head, HEADS * GROUP, 1, GROUP)
+    # Folded rows are the queries' heads of one KV head: T is num_rows / group.
+    first = b * (num_rows // group) * heads * group
+    place = first + _query_offsets(row, head, heads * group, 1, group)
     result = acc / tl.where(total == 0, 1.0, total)[:, None]
     inside = (row < num_rows)[:, None] & (d < D)[None, :]
     tl.store(out + place[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=inside)
@@ -195,19 +190,19 @@ def _write(
     tl.store(lse + place, (high + tl.log2(total)) * ln_two, mask=row < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys"])
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "heads", "group"])
 def _masked_kernel(
     q, k, v, sees, out, lse,
     q_b, q_t, q_h, k_b, k_h, k_s, v_b, v_h, v_s, sees_b, sees_t,
-    num_rows, num_keys, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
+    num_rows, num_keys, heads, group, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    b, head = problem // HEADS, problem % HEADS
+    b, head = problem // heads, problem % heads
     row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     inside = (row < num_rows)[:, None] & (d < D)[None, :]
-    rows_at = q + b * q_b + _query_offsets(row, head, q_t, q_h, GROUP)
+    rows_at = q + b * q_b + _query_offsets(row, head, q_t, q_h, group)
     query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
     k += b * k_b + head * k_h
     v += b * v_b + head * v_h
@@ -218,13 +213,13 @@ def _masked_kernel(
     for first in tl.range(0, num_keys, BLOCK_S):
         entry = first + tl.arange(0, BLOCK_S)
         pairs = (row < num_rows)[:, None] & (entry < num_keys)[None, :]
-        sees_at = sees + (row // GROUP * sees_t)[:, None] + entry[None, :]
+        sees_at = sees + (row // group * sees_t)[:, None] + entry[None, :]
         visible = tl.load(sees_at, mask=pairs, other=0) != 0
         mask = (entry < num_keys)[:, None] & (d < D)[None, :]
         key = tl.load(k + (entry * k_s)[:, None] + d[None, :], mask=mask, other=0.0)
         value = tl.load(v + (entry * v_s)[:, None] + d[None, :], mask=mask, other=0.0)
         high, total, acc = _absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
-    _write(out, lse, b, head, row, high, total, acc, num_rows, HEADS, GROUP, D, BLOCK_D)
+    _write(out, lse, b, head, row, high, total, acc, num_rows, heads, group, D, BLOCK_D)
 
 
 def attend(
@@ -248,20 +243,20 @@ def attend(
     B, T, H, D = q.shape
     K, capacity = k.shape[1], k.shape[2]
     num_rows = T * H // K
-    tiling = tiling or choose_tiling(num_rows, D, q.dtype)
+    tiling = tiling or choose_tiling(num_rows, D, q.dtype, q.device)
     num_tiles = triton.cdiv(num_rows, tiling.num_rows)
-    limit = capacity if window is None else min(capacity, sinks + window)
-    num_splits = num_splits or choose_splits(num_tiles * B * K, limit, tiling, q.device)
+    last = _UNBOUNDED if window is None else window
+    assert last > 0, "a window has one entry at least"
+    num_splits = num_splits or choose_splits(num_tiles * B * K, min(capacity, last), tiling, q.device)
     part_out = torch.empty(B * K * num_splits * num_rows, D, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(B * K * num_splits * num_rows, dtype=torch.float32, device=q.device)
     out, lse = _results(q)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    spread = (sinks, _UNBOUNDED - sinks if window is None else window, _scale(D))
-    shape = {"HEADS": K, "GROUP": H // K, "D": D, "BLOCK_D": triton.next_power_of_2(D)}
-    precision = _precision(q.dtype)
+    shape = {"D": D, "BLOCK_D": triton.next_power_of_2(D), "PRECISION": _precision(q.dtype)}
+    box = [1, 1, tiling.num_keys, shape["BLOCK_D"]]
     _prefix_kernel[(num_tiles, num_splits, B * K)](
-        q, k, v, lengths, part_out, part_lse, *strides, num_rows, num_splits, *spread, **shape,
-        BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, WINDOWED=window is not None, PRECISION=precision,
+        q, TensorDescriptor.from_tensor(k, box), TensorDescriptor.from_tensor(v, box), lengths,
+        part_out, part_lse, *q.stride()[:3], num_rows, num_splits, sinks, last, K, H // K, _scale(D), **shape,
+        BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, SINKS=sinks > 0 and window is not None,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
     mask, mask_strides = q, (0, 0)
@@ -269,11 +264,12 @@ def attend(
         mask = tree.contiguous().view(torch.uint8)
         mask_strides = (T * T if tree.ndim == 3 else 0, T)
     _merge_kernel[(triton.cdiv(num_rows, _MERGE_ROWS), B * K)](
-        q, k, v, mask, lengths, part_out, part_lse, out, lse, *strides, *mask_strides,
-        num_rows, T, num_splits, *spread, **shape,
+        q, k, v, mask, lengths, part_out, part_lse, out, lse,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides,
+        num_rows, T, num_splits, last, K, H // K, _scale(D), **shape,
         BLOCK_R=_MERGE_ROWS, BLOCK_N=_node_block(T, D, q.dtype), PARTS=8 if D <= 128 else 4,
-        UNIT=tiling.num_keys, NODES=nodes, TREE=tree is not None, PRECISION=precision,
-        num_warps=4, num_stages=1,
+        UNIT=tiling.num_keys, NODES=nodes, TREE=tree is not None,
+        num_warps=8 if D > 128 or q.dtype == torch.float32 else 4, num_stages=1,
     )  # fmt: skip
     return out, lse
 
@@ -285,11 +281,11 @@ def masked(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tenso
     num_rows = T * H // K
     out, lse = _results(q)
     sees = sees.contiguous().view(torch.uint8)
-    block = 32 if q.dtype == torch.float32 else 64
+    block = 16 if q.dtype == torch.float32 else 64
     _masked_kernel[(triton.cdiv(num_rows, _MERGE_ROWS), B * K)](
         q, k, v, sees, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T * num_keys, num_keys,
-        num_rows, num_keys, _scale(D),
-        HEADS=K, GROUP=H // K, D=D, BLOCK_D=triton.next_power_of_2(D), BLOCK_R=_MERGE_ROWS, BLOCK_S=block,
+        num_rows, num_keys, K, H // K, _scale(D),
+        D=D, BLOCK_D=triton.next_power_of_2(D), BLOCK_R=_MERGE_ROWS, BLOCK_S=block,
         PRECISION=_precision(q.dtype), num_warps=4, num_stages=3,
     )  # fmt: skip
     return out, lse
@@ -312,5 +308,5 @@ def _precision(dtype: torch.dtype) -> str:
 
 def _node_block(num_nodes: int, head_dim: int, dtype: torch.dtype) -> int:
     """Nodes that are attended to at a time; 16 is the least that `tl.dot` takes."""
-    most = 32 if dtype == torch.float32 or head_dim > 128 else 64
+    most = 16 if dtype == torch.float32 else 32 if head_dim > 128 else 64
     return max(16, min(most, triton.next_power_of_2(num_nodes)))

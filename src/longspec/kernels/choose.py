@@ -1,7 +1,8 @@
 """Choosing tokens on the device, as `longspec.decoding.choose` does: without a sort, nothing read back.
 
-A row's filters come to one number, the least score that is kept: bisection over the bits of a float finds
-it. Then the vocabulary is cut into parts, whose best tokens (score plus noise) are compared.
+The vocabulary is cut into parts, a program each, that do one of these at a time: find the best score; sum
+what lies above each of sixteen thresholds, which settles four bits of the least score that a filter keeps
+(floats are ordered as their bits are, so eight such turns find it exactly); add the noise and pick.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from longspec.kernels.noise import gumbel
 
 _BLOCK = 1024
-_ROW_BLOCK = 16384
+_TURNS = 8
 
 
 @triton.jit
@@ -37,74 +38,89 @@ def _scaled(logits, seen, i, size, penalty, peak, temperature, PENALTY: tl.const
     return tl.div_rn(score - peak, temperature)
 
 
-@triton.jit(do_not_specialize=["top_k"])
-def _least_kernel(
-    logits, seen, peaks, leasts, logits_r, seen_r, size,
-    temperature, penalty, top_k, top_p, log_min_p,
-    BLOCK: tl.constexpr, PENALTY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+@triton.jit
+def _row_peak(peaks, row, num_parts, PARTS: tl.constexpr):
+    """A row's best score, from those of its parts."""
+    part = tl.arange(0, PARTS)
+    return tl.max(tl.load(peaks + row * num_parts + part, mask=part < num_parts, other=-float("inf")), 0)
+
+
+@triton.jit
+def _peak_kernel(
+    logits, seen, peaks, logits_r, seen_r, size, penalty, BLOCK: tl.constexpr, PENALTY: tl.constexpr
 ):  # fmt: skip
-    """A row's best score, and of the scores less that, by the temperature, the least that is kept."""
-    row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    logits += row * logits_r
-    seen += row * seen_r
-    best = tl.full([BLOCK], -float("inf"), tl.float32)
-    for first in tl.range(0, size, BLOCK):
-        best = tl.maximum(best, _penalised(logits, seen, first + block, size, penalty, PENALTY))
-    peak = tl.max(best, 0)
-    least = log_min_p
-    if TOP_K:
-        # The k-th best is the largest distance that fewer than k lie below.
-        distance = tl.zeros([], tl.int32)
-        for turn in tl.range(0, 31):
-            candidate = distance | (1 << (30 - turn))
-            nearer = tl.zeros([BLOCK], tl.int32)
-            for first in tl.range(0, size, BLOCK):
-                score = _scaled(logits, seen, first + block, size, penalty, peak, temperature, PENALTY)
-                bits = tl.abs(score).to(tl.int32, bitcast=True)
-                nearer += tl.where((bits < candidate) & (first + block < size), 1, 0)
-            distance = tl.where(tl.sum(nearer, 0) < top_k, candidate, distance)
-        kth = -distance.to(tl.float32, bitcast=True)
-        least = tl.maximum(least, kth)
-    if TOP_P:
-        # min-p comes after top-p: only top-k narrows what the probabilities are of.
-        floor = kth if TOP_K else -float("inf")
-        mass = tl.zeros([BLOCK], tl.float32)
-        for first in tl.range(0, size, BLOCK):
-            score = _scaled(logits, seen, first + block, size, penalty, peak, temperature, PENALTY)
-            mass += tl.where(score >= floor, tl.exp(score), 0.0)
-        wanted = tl.sum(mass, 0) * top_p
-        # Two bits a turn: no weight exceeds 1, so none has a bit above the thirtieth.
-        enough = tl.zeros([], tl.int32)
-        for turn in tl.range(0, 15):
-            step = 1 << (28 - 2 * turn)
-            one, two, three = mass * 0, mass * 0, mass * 0
-            for first in tl.range(0, size, BLOCK):
-                score = _scaled(logits, seen, first + block, size, penalty, peak, temperature, PENALTY)
-                weight = tl.where(score >= floor, tl.exp(score), 0.0)
-                bits = weight.to(tl.int32, bitcast=True)
-                one += tl.where(bits >= enough + step, weight, 0.0)
-                two += tl.where(bits >= enough + 2 * step, weight, 0.0)
-                three += tl.where(bits >= enough + 3 * step, weight, 0.0)
-            enough += step * (
-                (tl.sum(one, 0) >= wanted).to(tl.int32)
-                + (tl.sum(two, 0) >= wanted).to(tl.int32)
-                + (tl.sum(three, 0) >= wanted).to(tl.int32)
-            )
-        kept = tl.zeros([BLOCK], tl.float32)
-        for first in tl.range(0, size, BLOCK):
-            score = _scaled(logits, seen, first + block, size, penalty, peak, temperature, PENALTY)
-            weight = tl.where(score >= floor, tl.exp(score), 0.0)
-            kept = tl.minimum(kept, tl.where(weight.to(tl.int32, bitcast=True) >= enough, score, 0.0))
-        least = tl.maximum(least, tl.min(kept, 0))
-    tl.store(peaks + row, peak)
-    tl.store(leasts + row, least)
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i = part * BLOCK + tl.arange(0, BLOCK)
+    score = _penalised(logits + row * logits_r, seen + row * seen_r, i, size, penalty, PENALTY)
+    tl.store(peaks + row * tl.num_programs(0) + part, tl.max(score, 0))
+
+
+@triton.jit
+def _settled(sums, known, goals, row, turn, wanted, num_parts, PARTS: tl.constexpr, MASS: tl.constexpr):
+    """The bits known after `turn` turns, and what must lie above the threshold."""
+    digit, part = tl.arange(0, 16), tl.arange(0, PARTS)
+    place = ((turn % 2 * tl.num_programs(1) + row) * num_parts + part)[:, None] * 16 + digit[None, :]
+    totals = tl.sum(tl.load(sums + place, mask=(part < num_parts)[:, None], other=0.0), 0)
+    if MASS:
+        if turn == 1:  # the first threshold was 0, above which lies everything
+            wanted *= tl.sum(tl.where(digit == 0, totals, 0.0), 0)
+        else:
+            wanted = tl.load(goals + row)
+    enough = tl.sum(((totals >= wanted) & (digit > 0)).to(tl.int32), 0)
+    return tl.load(known + turn % 2 * tl.num_programs(1) + row) | (enough << (32 - 4 * turn)), wanted
+
+
+@triton.jit(do_not_specialize=["turn", "num_parts"])
+def _narrow_kernel(
+    logits, seen, peaks, leasts, sums, known, goals, logits_r, seen_r, size,
+    temperature, penalty, wanted, turn, num_parts,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, PENALTY: tl.constexpr, MASS: tl.constexpr,
+):  # fmt: skip
+    """Sum a part's tokens, or their probability (MASS), above the sixteen next thresholds."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    bits = tl.zeros([], tl.int32)
+    if turn > 0:
+        bits, goal = _settled(sums, known, goals, row, turn, wanted, num_parts, PARTS, MASS)
+        if part == 0:
+            tl.store(goals + row, goal)
+    # What this turn writes, the next one reads: two sets in turn, so that nobody reads what is being written.
+    ours = (turn + 1) % 2 * tl.num_programs(1) + row
+    if part == 0:
+        tl.store(known + ours, bits)
+    i = part * BLOCK + tl.arange(0, BLOCK)
+    peak = _row_peak(peaks, row, num_parts, PARTS)
+    score = _scaled(
+        logits + row * logits_r, seen + row * seen_r, i, size, penalty, peak, temperature, PENALTY
+    )
+    if MASS:
+        weight = tl.where(score >= tl.load(leasts + row), tl.exp(score), 0.0)
+    else:
+        weight = tl.where(i < size, 1.0, 0.0)
+    digit = tl.arange(0, 16)
+    threshold = bits.to(tl.uint32) + (digit.to(tl.uint32) << (28 - 4 * turn))
+    above = (0x7FFFFFFF - tl.abs(score).to(tl.int32, bitcast=True)).to(tl.uint32)[None, :] >= threshold[
+        :, None
+    ]
+    total = tl.sum(tl.where(above, weight[None, :], 0.0), 1)
+    tl.store(sums + (ours * num_parts + part) * 16 + digit, total)
+
+
+@triton.jit(do_not_specialize=["turn", "num_parts"])
+def _least_kernel(
+    leasts, sums, known, goals, wanted, turn, num_parts, PARTS: tl.constexpr, MASS: tl.constexpr
+):  # fmt: skip
+    """Turn the bits that are known at last into the least score that is kept."""
+    row = tl.program_id(1).to(tl.int64)
+    bits, _ = _settled(sums, known, goals, row, turn, wanted, num_parts, PARTS, MASS)
+    least = -(0x7FFFFFFF - bits).to(tl.float32, bitcast=True)
+    tl.store(leasts + row, tl.maximum(tl.load(leasts + row), least))
 
 
 @triton.jit
 def _pick_kernel(
     logits, seen, seeds, positions, peaks, leasts, best, token, logits_r, seen_r, size,
-    temperature, penalty,
-    BLOCK: tl.constexpr, PENALTY: tl.constexpr, GREEDY: tl.constexpr,
+    temperature, penalty, log_min_p,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, PENALTY: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = part * BLOCK + tl.arange(0, BLOCK)
@@ -113,9 +129,10 @@ def _pick_kernel(
     if GREEDY:
         value = _penalised(logits, seen, i, size, penalty, PENALTY).to(tl.float64)
     else:
-        score = _scaled(logits, seen, i, size, penalty, tl.load(peaks + row), temperature, PENALTY)
+        peak = _row_peak(peaks, row, tl.num_programs(0), PARTS)
+        score = _scaled(logits, seen, i, size, penalty, peak, temperature, PENALTY)
         noise = gumbel(tl.load(seeds + row + i * 0), tl.load(positions + row + i * 0), i)
-        kept = (score >= tl.load(leasts + row)) & (i < size)
+        kept = (score >= tl.load(leasts + row)) & (score >= log_min_p) & (i < size)
         value = tl.where(kept, score.to(tl.float64) + noise, -float("inf"))
     most = tl.max(value, 0)
     place = row * tl.num_programs(0) + part
@@ -155,24 +172,37 @@ def choose_tokens(
     penalty = repetition_penalty != 1
     assert not penalty or seen is not None, "the repetition penalty needs the tokens seen so far"
     marks = seen.view(torch.uint8) if penalty and seen is not None else logits
-    strides = (logits.stride(0), marks.stride(0))
-    peaks, leasts = logits.new_empty(2, R).unbind(0)
+    rows = (logits.stride(0), marks.stride(0), V)
+    num_parts = triton.cdiv(V, _BLOCK)
+    grid, blocks = (num_parts, R), {"BLOCK": _BLOCK, "PENALTY": penalty}
+    parts = {"PARTS": triton.next_power_of_2(num_parts)}
+    peaks, leasts = logits.new_empty(R, num_parts), logits.new_full((R,), -math.inf)
     greedy = temperature == 0
     temperature = max(temperature, torch.finfo(torch.float32).tiny)
     if not greedy:
-        _least_kernel[(R,)](
-            logits, marks, peaks, leasts, *strides, V, temperature, repetition_penalty, int(top_k), top_p,
-            math.log(min_p) if min_p else -math.inf,
-            BLOCK=min(_ROW_BLOCK, triton.next_power_of_2(V)), PENALTY=penalty,
-            TOP_K=0 < top_k < V, TOP_P=top_p < 1, num_warps=16,
+        _peak_kernel[grid](logits, marks, peaks, *rows, repetition_penalty, **blocks)
+    for limit, mass in ((float(top_k), False), (top_p, True)):
+        if greedy or not (0 < limit < (1 if mass else V)):
+            continue
+        sums, known, goals = (
+            logits.new_empty(2, R, num_parts, 16),
+            torch.empty(2, R, dtype=torch.int32, device=logits.device),
+            torch.empty_like(leasts),
+        )
+        for turn in range(_TURNS):
+            _narrow_kernel[grid](
+                logits, marks, peaks, leasts, sums, known, goals, *rows, temperature, repetition_penalty,
+                limit, turn, num_parts, **blocks, **parts, MASS=mass,
+            )  # fmt: skip
+        _least_kernel[(1, R)](
+            leasts, sums, known, goals, limit, _TURNS, num_parts, **parts, MASS=mass
         )  # fmt: skip
-    num_parts = triton.cdiv(V, _BLOCK)
     best = torch.empty(R, num_parts, dtype=torch.float64, device=logits.device)
     token = torch.empty(R, num_parts, dtype=torch.int32, device=logits.device)
-    _pick_kernel[(num_parts, R)](
-        logits, marks, seeds, positions, peaks, leasts, best, token, *strides, V, temperature,
-        repetition_penalty, BLOCK=_BLOCK, PENALTY=penalty, GREEDY=greedy,
+    _pick_kernel[grid](
+        logits, marks, seeds, positions, peaks, leasts, best, token, *rows, temperature,
+        repetition_penalty, math.log(min_p) if min_p else -math.inf, **blocks, **parts, GREEDY=greedy,
     )  # fmt: skip
     out = torch.empty(R, dtype=torch.int64, device=logits.device)
-    _best_kernel[(R,)](best, token, out, num_parts, BLOCK=triton.next_power_of_2(num_parts))
+    _best_kernel[(R,)](best, token, out, num_parts, BLOCK=parts["PARTS"])
     return out

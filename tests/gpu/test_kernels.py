@@ -14,7 +14,7 @@ from longspec.attention.reference import ReferenceAttention
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GPU = torch.device("cuda")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# T, and the rows' prefix lengths: N = 1 to 128, empty prefixes, rows that differ widely
+# T, and the rows' prefix lengths: N = 1 to 128 and beyond, empty prefixes, rows that differ widely
 QUERIES = [
     (1, [0]),
     (1, [5000, 0, 77]),

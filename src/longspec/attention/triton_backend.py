@@ -9,8 +9,8 @@ from longspec.attention.base import AttentionPlan
 from longspec.attention.torch_backend import TorchAttention
 from longspec.kernels.attention import attend, masked
 
-# Of more queries than these a long part is prefill, for which torch's FlashAttention is made.
-MAX_QUERIES = 128
+# As many as the largest tree has nodes. More are prefill, for which torch's FlashAttention is made.
+MAX_QUERIES = 512
 
 
 class TritonAttention:
@@ -38,21 +38,26 @@ class TritonAttention:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """See `Attention.attend`."""
-        if not _covers(q, q.shape[1]):
+        if not _covers_heads(q):
             return self._torch.attend(q, k, v, plan)
         return attend(q, k, v, plan.lengths, plan.tree, True, plan.sinks, plan.window)
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """See `Attention.prefix`."""
-        if not _covers(q, q.shape[1]):
+        if not _covers_heads(q):
             return self._torch.prefix(q, k, v, plan)
         return attend(q, k, v, plan.lengths, None, False, plan.sinks, plan.window)
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
         """See `Attention.masked`."""
-        if not _covers(q, q.shape[1]):
+        if not _covers_heads(q):
             return self._torch.masked(q, k, v, sees)
         return masked(q, k, v, sees)
+
+
+def _covers_heads(q: Tensor) -> bool:
+    """Whether the kernels are for these queries [B, T, H, D]: rows of keys are copied by 16 bytes."""
+    return _covers(q, q.shape[1]) and q.shape[3] * q.element_size() % 16 == 0
 
 
 def _covers(x: Tensor, num_queries: int) -> bool:

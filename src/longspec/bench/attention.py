@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from longspec.attention.base import merge
-from longspec.errors import UserError
 
 _CONTEXTS = (4096, 32768, 131072, 262144)
 _NODES = (1, 16, 64)
@@ -112,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=list(_NODES))
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        raise UserError("bench attention needs a GPU; none is here")
+        parser.error("this needs a GPU; none is here")
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, bf16, times in ms")
     print(f"{'context':>8} {'nodes':>5} {'ours':>8} {'floor':>8} {'ratio':>6} {'flash':>8} {'composed':>8}")

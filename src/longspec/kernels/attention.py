@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from longspec.kernels.tiling import Tiling, choose_splits, choose_tiling
+from longspec.kernels.tiling import Tiling, choose_slice, choose_splits, choose_tiling
 
-# Rows of a tile that merges.
+# Rows of a program that merges: the least that `tl.dot` takes.
 _MERGE_ROWS = 16
 _UNBOUNDED = 2**31 - 1
 
@@ -78,6 +78,10 @@ def _prefix_kernel(
     # Tiles of the same keys are neighbours, so that they find them in the L2 cache.
     tile, split, problem = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = problem // heads, problem % heads
+    row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    inside = (row < num_rows)[:, None] & (d < D)[None, :]
+    rows_at = q + b.to(tl.int64) * q_b + _query_offsets(row, head, q_t, q_h, group)
+    query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
     length = tl.load(lengths + b).to(tl.int32)
     begin, share = _parts(length, window, num_splits, BLOCK_S)
     start = begin + split * share
@@ -85,10 +89,6 @@ def _prefix_kernel(
         return
     end = tl.minimum(start + share, length)
 
-    row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    inside = (row < num_rows)[:, None] & (d < D)[None, :]
-    rows_at = q + b.to(tl.int64) * q_b + _query_offsets(row, head, q_t, q_h, group)
-    query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
     high = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
@@ -114,72 +114,83 @@ def _prefix_kernel(
     tl.store(part_lse + place, high + tl.log2(total), mask=row < num_rows)
 
 
+@triton.jit
+def _load_parts(
+    part_out, part_lse, first, num_parts, at, row, num_rows, d, D: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Results of PARTS parts from `first` on; those beyond the last weigh nothing."""
+    part = first + tl.arange(0, PARTS)
+    place = (at + part)[:, None] * num_rows + row[None, :]
+    mask = (part < num_parts)[:, None] & (row < num_rows)[None, :]
+    lses = tl.load(part_lse + place, mask=mask, other=-float("inf"))
+    mask = mask[:, :, None] & (d < D)[None, None, :]
+    return lses, tl.load(part_out + place[:, :, None] * D + d[None, None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _absorb_parts(lses, outs, high, total, acc):
+    higher = tl.maximum(high, tl.max(lses, 0))
+    base = tl.where(higher == -float("inf"), 0.0, higher)
+    weights = tl.exp2(lses - base[None, :])
+    fade = tl.exp2(high - base)
+    total = total * fade + tl.sum(weights, 0)
+    return higher, total, acc * fade[:, None] + tl.sum(outs * weights[:, :, None], 0)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_nodes", "num_splits", "window", "heads", "group"])
 def _merge_kernel(
     q, k, v, tree, lengths, part_out, part_lse, out, lse,
     q_b, q_t, q_h, k_b, k_h, k_s, v_b, v_h, v_s, tree_b, tree_t,
     num_rows, num_nodes, num_splits, window, heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr, UNIT: tl.constexpr, NODES: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
+    SLICE: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, NODES: tl.constexpr, TREE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """SLICE numbers of each head's result: the scores are had again for each slice, being few."""
     tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, head = problem // heads, problem % heads
+    row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    ours = tl.program_id(2) * SLICE + tl.arange(0, SLICE)
+    rows_at = q + b * q_b + _query_offsets(row, head, q_t, q_h, group)
+    query = tl.load(
+        rows_at[:, None] + d[None, :], mask=(row < num_rows)[:, None] & (d < D)[None, :], other=0.0
+    )
     length = tl.load(lengths + b).to(tl.int32)
     begin, share = _parts(length, window, num_splits, UNIT)
-    row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    inside = (row < num_rows)[:, None] & (d < D)[None, :]
-    query_index = row // group
+    num_parts, at = tl.cdiv(length - begin, share), problem * num_splits
+    # Asked for before the nodes are attended to, so that they are there afterwards.
+    lses, outs = _load_parts(part_out, part_lse, 0, num_parts, at, row, num_rows, ours, D, PARTS)
     high = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-
+    acc = tl.zeros([BLOCK_R, SLICE], tl.float32)
     if NODES:
-        rows_at = q + b * q_b + _query_offsets(row, head, q_t, q_h, group)
-        query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
         k += b * k_b + head * k_h + length.to(tl.int64) * k_s
         v += b * v_b + head * v_h + length.to(tl.int64) * v_s
         for first in tl.range(0, num_nodes, BLOCK_N):
             node = first + tl.arange(0, BLOCK_N)
-            mask = (node < num_nodes)[:, None] & (d < D)[None, :]
-            key = tl.load(k + (node * k_s)[:, None] + d[None, :], mask=mask, other=0.0)
-            value = tl.load(v + (node * v_s)[:, None] + d[None, :], mask=mask, other=0.0)
+            real = (node < num_nodes)[:, None]
+            key = tl.load(k + (node * k_s)[:, None] + d[None, :], mask=real & (d < D)[None, :], other=0.0)
+            value_at = v + (node * v_s)[:, None] + ours[None, :]
+            value = tl.load(value_at, mask=real & (ours < D)[None, :], other=0.0)
             pairs = (row < num_rows)[:, None] & (node < num_nodes)[None, :]
             if TREE:
-                sees_at = tree + b * tree_b + (query_index * tree_t)[:, None] + node[None, :]
+                sees_at = tree + b * tree_b + (row // group * tree_t)[:, None] + node[None, :]
                 visible = tl.load(sees_at, mask=pairs, other=0) != 0
             else:
-                visible = pairs & (node[None, :] <= query_index[:, None])
+                visible = pairs & (node[None, :] <= (row // group)[:, None])
             high, total, acc = _absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
-
-    num_parts = tl.cdiv(length - begin, share)
-    for first in tl.range(0, num_parts, PARTS):
-        part = first + tl.arange(0, PARTS)
-        place = (problem * num_splits + part)[:, None] * num_rows + row[None, :]
-        mask = (part < num_parts)[:, None] & (row < num_rows)[None, :]
-        lses = tl.load(part_lse + place, mask=mask, other=-float("inf"))
-        outs = tl.load(
-            part_out + place[:, :, None] * D + d[None, None, :],
-            mask=mask[:, :, None] & (d < D)[None, None, :],
-            other=0.0,
-        )
-        higher = tl.maximum(high, tl.max(lses, 0))
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        weights = tl.exp2(lses - base[None, :])
-        fade = tl.exp2(high - base)
-        total = total * fade + tl.sum(weights, 0)
-        acc = acc * fade[:, None] + tl.sum(outs * weights[:, :, None], 0)
-        high = higher
-
-    _write(out, lse, b, head, row, high, total, acc, num_rows, heads, group, D, BLOCK_D)
+    high, total, acc = _absorb_parts(lses, outs, high, total, acc)
+    for first in tl.range(PARTS, num_parts, PARTS):
+        lses, outs = _load_parts(part_out, part_lse, first, num_parts, at, row, num_rows, ours, D, PARTS)
+        high, total, acc = _absorb_parts(lses, outs, high, total, acc)
+    _write(out, lse, b, head, row, ours, high, total, acc, num_rows, heads, group, D)
 
 
 @triton.jit
 def _write(
-    out, lse, b, head, row, high, total, acc, num_rows, heads, group,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
+    out, lse, b, head, row, d, high, total, acc, num_rows, heads, group, D: tl.constexpr
 ):  # fmt: skip
     """Put a tile of results, [B, T, H, D] and [B, T, H]; a row that saw nothing gets 0 and -inf."""
-    d = tl.arange(0, BLOCK_D)
     # Folded rows are the queries' heads of one KV head: T is num_rows / group.
     first = b * (num_rows // group) * heads * group
     place = first + _query_offsets(row, head, heads * group, 1, group)
@@ -219,7 +230,7 @@ def _masked_kernel(
         key = tl.load(k + (entry * k_s)[:, None] + d[None, :], mask=mask, other=0.0)
         value = tl.load(v + (entry * v_s)[:, None] + d[None, :], mask=mask, other=0.0)
         high, total, acc = _absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
-    _write(out, lse, b, head, row, high, total, acc, num_rows, heads, group, D, BLOCK_D)
+    _write(out, lse, b, head, row, d, high, total, acc, num_rows, heads, group, D)
 
 
 def attend(
@@ -251,7 +262,7 @@ def attend(
     part_out = torch.empty(B * K * num_splits * num_rows, D, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(B * K * num_splits * num_rows, dtype=torch.float32, device=q.device)
     out, lse = _results(q)
-    shape = {"D": D, "BLOCK_D": triton.next_power_of_2(D), "PRECISION": _precision(q.dtype)}
+    shape = {"D": D, "BLOCK_D": _padded(D), "PRECISION": _precision(q.dtype)}
     box = [1, 1, tiling.num_keys, shape["BLOCK_D"]]
     _prefix_kernel[(num_tiles, num_splits, B * K)](
         q, TensorDescriptor.from_tensor(k, box), TensorDescriptor.from_tensor(v, box), lengths,
@@ -263,13 +274,14 @@ def attend(
     if tree is not None:
         mask = tree.contiguous().view(torch.uint8)
         mask_strides = (T * T if tree.ndim == 3 else 0, T)
-    _merge_kernel[(triton.cdiv(num_rows, _MERGE_ROWS), B * K)](
+    num_tiles = triton.cdiv(num_rows, _MERGE_ROWS)
+    piece, parts = choose_slice(num_tiles * B * K, D, q.device)
+    _merge_kernel[(num_tiles, B * K, triton.cdiv(D, piece))](
         q, k, v, mask, lengths, part_out, part_lse, out, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides,
         num_rows, T, num_splits, last, K, H // K, _scale(D), **shape,
-        BLOCK_R=_MERGE_ROWS, BLOCK_N=_node_block(T, D, q.dtype), PARTS=8 if D <= 128 else 4,
-        UNIT=tiling.num_keys, NODES=nodes, TREE=tree is not None,
-        num_warps=8 if D > 128 or q.dtype == torch.float32 else 4, num_stages=1,
+        BLOCK_R=_MERGE_ROWS, BLOCK_N=_node_block(T, D, q.dtype), SLICE=piece, PARTS=parts,
+        UNIT=tiling.num_keys, NODES=nodes, TREE=tree is not None, num_warps=4, num_stages=1,
     )  # fmt: skip
     return out, lse
 
@@ -281,12 +293,12 @@ def masked(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tenso
     num_rows = T * H // K
     out, lse = _results(q)
     sees = sees.contiguous().view(torch.uint8)
-    block = 16 if q.dtype == torch.float32 else 64
+    block = 16 if q.dtype == torch.float32 else 128 if D <= 128 else 64
     _masked_kernel[(triton.cdiv(num_rows, _MERGE_ROWS), B * K)](
         q, k, v, sees, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T * num_keys, num_keys,
         num_rows, num_keys, K, H // K, _scale(D),
-        D=D, BLOCK_D=triton.next_power_of_2(D), BLOCK_R=_MERGE_ROWS, BLOCK_S=block,
-        PRECISION=_precision(q.dtype), num_warps=4, num_stages=3,
+        D=D, BLOCK_D=_padded(D), BLOCK_R=_MERGE_ROWS, BLOCK_S=block,
+        PRECISION=_precision(q.dtype), num_warps=4, num_stages=2,
     )  # fmt: skip
     return out, lse
 
@@ -294,6 +306,11 @@ def masked(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tenso
 def _results(q: Tensor) -> tuple[Tensor, Tensor]:
     assert q.stride(3) == 1, "a head's numbers must lie side by side"
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _padded(head_dim: int) -> int:
+    """The width of tiles: a power of two, and 16 at least, as `tl.dot` wants it."""
+    return max(16, triton.next_power_of_2(head_dim))
 
 
 def _scale(head_dim: int) -> float:

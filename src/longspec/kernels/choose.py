@@ -70,11 +70,12 @@ def _settled(sums, known, goals, row, turn, wanted, num_parts, PARTS: tl.constex
     return tl.load(known + turn % 2 * tl.num_programs(1) + row) | (enough << (32 - 4 * turn)), wanted
 
 
-@triton.jit(do_not_specialize=["turn", "num_parts"])
+@triton.jit(do_not_specialize=["turn", "num_parts", "num_peaks"])
 def _narrow_kernel(
     logits, seen, peaks, leasts, sums, known, goals, logits_r, seen_r, size,
-    temperature, penalty, wanted, turn, num_parts,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, PENALTY: tl.constexpr, MASS: tl.constexpr,
+    temperature, penalty, wanted, turn, num_parts, num_peaks,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, PEAKS: tl.constexpr,
+    PENALTY: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
     """Sum a part's tokens, or their probability (MASS), above the sixteen next thresholds."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -87,21 +88,19 @@ def _narrow_kernel(
     ours = (turn + 1) % 2 * tl.num_programs(1) + row
     if part == 0:
         tl.store(known + ours, bits)
-    i = part * BLOCK + tl.arange(0, BLOCK)
-    peak = _row_peak(peaks, row, num_parts, PARTS)
-    score = _scaled(
-        logits + row * logits_r, seen + row * seen_r, i, size, penalty, peak, temperature, PENALTY
-    )
-    if MASS:
-        weight = tl.where(score >= tl.load(leasts + row), tl.exp(score), 0.0)
-    else:
-        weight = tl.where(i < size, 1.0, 0.0)
+    peak, least = _row_peak(peaks, row, num_peaks, PEAKS), tl.load(leasts + row)
+    logits += row * logits_r
+    seen += row * seen_r
     digit = tl.arange(0, 16)
     threshold = bits.to(tl.uint32) + (digit.to(tl.uint32) << (28 - 4 * turn))
-    above = (0x7FFFFFFF - tl.abs(score).to(tl.int32, bitcast=True)).to(tl.uint32)[None, :] >= threshold[
-        :, None
-    ]
-    total = tl.sum(tl.where(above, weight[None, :], 0.0), 1)
+    total = tl.zeros([16], tl.float32)
+    for block in tl.range(0, BLOCKS):
+        i = (part * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
+        score = _scaled(logits, seen, i, size, penalty, peak, temperature, PENALTY)
+        counts = score >= least if MASS else i < size
+        weight = tl.where(counts, tl.exp(score) if MASS else 1.0, 0.0)
+        height = (0x7FFFFFFF - tl.abs(score).to(tl.int32, bitcast=True)).to(tl.uint32)
+        total += tl.sum(tl.where(height[None, :] >= threshold[:, None], weight[None, :], 0.0), 1)
     tl.store(sums + (ours * num_parts + part) * 16 + digit, total)
 
 
@@ -150,6 +149,34 @@ def _best_kernel(best, token, out, num_parts, BLOCK: tl.constexpr):
     tl.store(out + row, tl.min(winners, 0).to(tl.int64))
 
 
+def _narrow(
+    logits: Tensor,
+    marks: Tensor,
+    peaks: Tensor,
+    leasts: Tensor,
+    settings: tuple[float, float, float],
+    mass: bool,
+) -> None:
+    """Raise `leasts` to the least score that is kept by top-k or, with `mass`, by top-p.
+
+    The settings are temperature, repetition penalty and the filter's limit.
+    """
+    R, V = logits.shape
+    # Of many rows each program takes more: what it must know first costs as much as a block does.
+    num_blocks = 1 if R < 8 else 4
+    num_parts, num_peaks = triton.cdiv(V, num_blocks * _BLOCK), peaks.shape[1]
+    sums, goals = logits.new_empty(2, R, num_parts, 16), torch.empty_like(leasts)
+    known = torch.empty(2, R, dtype=torch.int32, device=logits.device)
+    parts = {"PARTS": triton.next_power_of_2(num_parts), "MASS": mass}
+    for turn in range(_TURNS):
+        _narrow_kernel[(num_parts, R)](
+            logits, marks, peaks, leasts, sums, known, goals, logits.stride(0), marks.stride(0), V,
+            *settings, turn, num_parts, num_peaks, BLOCK=_BLOCK, BLOCKS=num_blocks,
+            PEAKS=triton.next_power_of_2(num_peaks), PENALTY=settings[1] != 1, **parts,
+        )  # fmt: skip
+    _least_kernel[(1, R)](leasts, sums, known, goals, settings[2], _TURNS, num_parts, **parts)
+
+
 def choose_tokens(
     logits: Tensor,
     seeds: Tensor,
@@ -182,21 +209,9 @@ def choose_tokens(
     if not greedy:
         _peak_kernel[grid](logits, marks, peaks, *rows, repetition_penalty, **blocks)
     for limit, mass in ((float(top_k), False), (top_p, True)):
-        if greedy or not (0 < limit < (1 if mass else V)):
-            continue
-        sums, known, goals = (
-            logits.new_empty(2, R, num_parts, 16),
-            torch.empty(2, R, dtype=torch.int32, device=logits.device),
-            torch.empty_like(leasts),
-        )
-        for turn in range(_TURNS):
-            _narrow_kernel[grid](
-                logits, marks, peaks, leasts, sums, known, goals, *rows, temperature, repetition_penalty,
-                limit, turn, num_parts, **blocks, **parts, MASS=mass,
-            )  # fmt: skip
-        _least_kernel[(1, R)](
-            leasts, sums, known, goals, limit, _TURNS, num_parts, **parts, MASS=mass
-        )  # fmt: skip
+        if not greedy and 0 < limit < (1 if mass else V):
+            settings = (temperature, repetition_penalty, limit)
+            _narrow(logits, marks, peaks, leasts, settings, mass)
     best = torch.empty(R, num_parts, dtype=torch.float64, device=logits.device)
     token = torch.empty(R, num_parts, dtype=torch.int32, device=logits.device)
     _pick_kernel[grid](

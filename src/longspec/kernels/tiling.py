@@ -72,6 +72,19 @@ def choose_splits(num_programs: int, capacity: int, tiling: Tiling, device: torc
     )
 
 
+def choose_slice(num_programs: int, head_dim: int, device: torch.device) -> tuple[int, int]:
+    """How many numbers of each head's result a merging program has, and how many parts it takes at a time.
+
+    `num_programs` have all rows between them. Where those are few, slices bring more programs to work.
+    """
+    sms, _ = _gpu(device)
+    if 8 * num_programs <= sms:
+        return 16, 16
+    if 2 * num_programs <= sms:
+        return 32, 16
+    return max(16, min(64, triton.next_power_of_2(head_dim))), 8
+
+
 @cache
 def _gpu(device: torch.device) -> tuple[int, int]:
     """How many multiprocessors it has, and how many bytes of shared memory a program may take."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,14 +19,15 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def commands() -> list[str]:
-    lines = "".join(blocks("sh")).splitlines()
+def commands(training: bool) -> list[str]:
+    """Those of the block that trains a draft, which belong together, or all others."""
+    lines = "".join(block for block in blocks("sh") if ("longspec train" in block) == training).splitlines()
     return [
         line.removeprefix(".venv/bin/longspec ") for line in lines if line.startswith(".venv/bin/longspec")
     ]
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", commands(training=False))
 def test_command(command: str, tmp_path: Path, smollm2_folder: Path) -> None:
     (tmp_path / "report.txt").write_text("Sales rose by three percent. Summarise this.")
     arguments = [sys.executable, "-m", "longspec.cli.main", *shlex.split(command)]
@@ -35,6 +37,28 @@ def test_command(command: str, tmp_path: Path, smollm2_folder: Path) -> None:
         arguments, cwd=tmp_path, input="/exit\n", capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+
+
+def test_training_a_draft_in_four_commands(tmp_path: Path, tiny_folder: Path) -> None:
+    """As it stands there, but for sizes, and for a target so small that it can only continue documents."""
+    shutil.copytree(tiny_folder, tmp_path / "my-llama")
+    (tmp_path / "text.jsonl").write_text(
+        '{"text": "%s"}\n' % ("It rained again in the hills that day. " * 40)
+    )
+    smaller = {
+        "--tokens 100M": "--tokens 4k --mode documents --documents text.jsonl --device cpu "
+        "--max-new-tokens 64",
+        "run=outputs/mine": "run=outputs/mine stage.num_steps=2 stage.accumulation=1 data.num_held_out=1 "
+        "target.device=cpu evaluation.new_tokens=8",
+        '"Why is': '--max-new-tokens 8 "Why is',
+    }
+    for command in commands(training=True):
+        for old, new in smaller.items():
+            command = command.replace(old, new)
+        arguments = [sys.executable, "-m", "longspec.cli.main", *shlex.split(command)]
+        result = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
 
 

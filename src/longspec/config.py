@@ -143,6 +143,7 @@ class DraftConfig:
         for name in ("window", "max_lag"):
             if getattr(self, name) < 1:
                 raise UserError(f"the draft config has {name} = {getattr(self, name)}; it must be at least 1")
+        object.__setattr__(self, "cross_layers", tuple(self.cross_layers))  # a config file has a list
         if not self.cross_layers:
             raise UserError("the draft config has no cross_layers; it needs at least one")
         if self.draft_vocab < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -23,6 +24,7 @@ from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.draft_files import load_draft
 from longspec.models.files import eos_ids, read_config
 from longspec.models.load import load_target
+from longspec.models.placement import pick_device, pick_dtype
 
 # What users of `transformers` may ask for, by the backend that does it here.
 _BACKENDS = {None: "auto", "flash_attention_2": "auto", "sdpa": "torch", "eager": "reference"}
@@ -41,9 +43,11 @@ class GlideModel(nn.Module):
         *,
         torch_dtype: torch.dtype | str | None = None,
         attn_implementation: str | None = None,
-        draft_config: DraftConfig | None = None,
+        draft_config: DraftConfig | Mapping[str, Any] | None = None,
+        device: torch.device | str = "auto",
+        seed: int | None = None,
     ) -> None:
-        """Load the target, and the draft at `glide_path`, or make a fresh one.
+        """Load the target, and the draft at `glide_path`, or make a fresh one from `seed`.
 
         config is the target's Hugging Face config; None reads the one beside the weights.
         """
@@ -59,14 +63,16 @@ class GlideModel(nn.Module):
             raise UserError(
                 f"attn_implementation {attn_implementation!r} is unknown; use one of {list(_BACKENDS)}"
             )
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = pick_device(device)
         with WeightFiles(folder) as weights:
             self.model = load_target(shape, weights.tensor, device, _dtype(torch_dtype, device), pack=False)
         self.model.attention = choose_backend(_BACKENDS[attn_implementation])
         self.eos_ids = eos_ids(folder)
         if glide_path is None:
-            self.draft_model = GlideDraft(shape, draft_config or DraftConfig())
-            self.draft_model.initialise()
+            if not isinstance(draft_config, DraftConfig):  # a config file's
+                draft_config = DraftConfig(**draft_config or {})
+            self.draft_model = GlideDraft(shape, draft_config)
+            self.draft_model.initialise(None if seed is None else torch.Generator().manual_seed(seed))
             self.draft_model.to(device=device, dtype=self.model.dtype)
         else:
             self.draft_model = load_draft(_draft_path(glide_path), self.model, name).draft
@@ -220,6 +226,4 @@ def _draft_path(path: str | PathLike[str]) -> Path:
 
 
 def _dtype(wanted: torch.dtype | str | None, device: torch.device) -> torch.dtype:
-    from longspec.models.placement import pick_dtype
-
     return wanted if isinstance(wanted, torch.dtype) else pick_dtype(wanted or "auto", device)

@@ -141,11 +141,12 @@ def hub() -> Iterator[str]:
 SCRIPT = """
     import sys
     from longspec.errors import UserError
-    from longspec.hub import ModelEntry, on_disk, resolve
+    from longspec.hub import ModelEntry, on_disk, resolve, resolve_tokenizer
     for case in sys.argv[1:]:
-        name, _, revision = case.partition("@")
+        name, _, revision = case.removeprefix("tokenizer of ").partition("@")
         try:
-            found = resolve(name, revision=revision or None)
+            how = resolve_tokenizer if case.startswith("tokenizer of ") else resolve
+            found = how(name, revision=revision or None)
             names = sorted(p.name for p in found.folder.rglob("*"))
             print("found", *names, on_disk(ModelEntry("x", name, None, 1)), found.entry and found.entry.name)
         except UserError as error:
@@ -184,6 +185,14 @@ def test_hub_ids(tmp_path: Path, hub: str) -> None:
     cached, unknown = ask(unreachable, tmp_path, "org/tiny", "org/nothing", HF_HUB_OFFLINE="1")
     assert cached == tiny
     assert "offline" in unknown
+
+
+def test_the_tokenizer_alone_is_fetched_without_weights(tmp_path: Path, hub: str) -> None:
+    (tiny,) = ask(hub, tmp_path, "tokenizer of org/tiny")
+    assert tiny == "found config.json tokenizer.json False None"
+    cached, unknown = ask("http://127.0.0.1:9", tmp_path, "tokenizer of org/tiny", "tokenizer of smolm2-135m")
+    assert cached == tiny
+    assert "did you mean 'smollm2-135m'?" in unknown
 
 
 def test_a_published_target_is_known_by_its_hub_id_too(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ OURS = DraftConfig(
 def fresh(target: Transformer, config: DraftConfig = OURS) -> GlideDraft:
     draft = GlideDraft(target.config, config)
     draft.initialise(torch.Generator().manual_seed(1))
-    if config.draft_vocab:
+    if draft.vocab_ids is not None:
         draft.vocab_ids.copy_(torch.tensor([6, 0, 3, 2, 5]))
     return draft
 

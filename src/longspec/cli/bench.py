@@ -3,6 +3,7 @@
 longspec bench vanilla                              vanilla decoding against transformers' generate
 longspec bench generate                             decoding methods against vanilla, on a few prompts
 longspec bench generate --prompts questions.jsonl --methods auto,lookup
+longspec bench train --shape llama3-8b --seq-length 32768      training speed and memory, random weights
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(%(default)s)")
     generate.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs each (%(default)s)")
     generate.set_defaults(calibrate=True)
+    _add_training(kinds.add_parser("train", help="speed and memory of training a draft, random weights"))
     for kind in (vanilla, generate):
         kind.add_argument("--json", action="store_true", help="print JSON")
         kind.add_argument(
@@ -43,10 +45,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_model_arguments(kind)
 
 
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", default="smollm2-135m", metavar="NAME", help="of the target (%(default)s)")
+    parser.add_argument("--seq-length", type=int, default=1024, metavar="N", help="(%(default)s)")
+    parser.add_argument("--micro-batch", type=int, default=1, metavar="N", help="sequences (%(default)s)")
+    parser.add_argument(
+        "--cross-layers", default="-1", metavar="L,L,...", help="that the draft reads (%(default)s)"
+    )
+    parser.add_argument("--feature", action="store_true", help="give the draft the target's hidden state")
+    parser.add_argument("--draft-vocab", type=int, default=0, metavar="N", help="0 is all (%(default)s)")
+    parser.add_argument("--soft", type=float, default=0.0, metavar="S", help="share of KL in the loss")
+    parser.add_argument("--compile", action="store_true", help="let torch.compile fuse the layers")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+    )
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from longspec.bench.training import measure_training, report
+    from longspec.config import DraftConfig
+    from longspec.errors import UserError
+
+    for name in ("seq_length", "micro_batch", "steps"):
+        if getattr(arguments, name) < 1:
+            raise UserError(
+                f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1"
+            )
+    try:
+        layers = tuple(int(layer) for layer in arguments.cross_layers.split(","))
+    except ValueError:
+        raise UserError(
+            f"--cross-layers is {arguments.cross_layers!r}; give numbers such as 9,19,-1"
+        ) from None
+    draft = DraftConfig(
+        cross_layers=layers,
+        use_feature=arguments.feature,
+        draft_vocab=arguments.draft_vocab,
+        qkv_bias=not arguments.feature,
+        final_norm=arguments.feature,
+    )
+    found = measure_training(
+        arguments.shape,
+        arguments.seq_length,
+        arguments.micro_batch,
+        draft,
+        arguments.soft,
+        arguments.compile,
+        arguments.steps,
+    )
+    print(json.dumps(asdict(found)) if arguments.json else report(found))
+    return 0
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from longspec.errors import UserError
 
+    if arguments.kind == "train":
+        return _train(arguments)
     least = {"context": 1, "repeats": 1, "new_tokens": 2, "max_new_tokens": 2, "limit": 1}
     for name, minimum in least.items():
         value = getattr(arguments, name, None)

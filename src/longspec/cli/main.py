@@ -20,6 +20,7 @@ Lossless speculative decoding for long contexts: Llama and Qwen models answer fa
   longspec chat                                 talk to it
   longspec models                               models that have a short name
   longspec info qwq                             how large a model is, and what context fits here
+  longspec data prepare text.jsonl -o data      tokenise text to train a draft on
 """
 
 _COMMANDS = {
@@ -27,6 +28,10 @@ _COMMANDS = {
     "chat": "talk in the terminal",
     "models": "list the models that have a short name",
     "info": "show a target's size and what context fits in this machine's memory",
+    "data": "make training data: tokenise text, look at what was made",
+    "train": "train a draft for a target",
+    "export": "make a draft folder of a training run",
+    "plot": "draw the loss and acceptance of a training run",
     "bench": "measure this machine, side by side in one run",
 }
 

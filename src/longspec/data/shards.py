@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -30,6 +30,7 @@ from longspec.models.files import read_json, write_whole
 FORMAT = 1
 _INFO = "dataset.json"
 _TEMPORARY = ".building-"
+_MAX_OPEN = 48
 
 
 class Role(IntEnum):
@@ -170,12 +171,9 @@ class Dataset:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.info = folder, read_info(folder)
+        self._open: dict[int, tuple[Any, ...]] = {}
         shards = [shard_folder(folder, index) for index in range(self.info.num_shards)]
-        self._shards = [
-            tuple(_load(shard / f"{name}.npy") for name in ("tokens", "roles", "starts", "firsts"))
-            for shard in shards
-        ]
-        self._ends = np.cumsum([len(shard[0]) for shard in self._shards])
+        self._ends = np.cumsum([int(read_json(shard / "shard.json")["num_sequences"]) for shard in shards])
         if not len(self):
             raise UserError(f"the dataset {folder} has no sequences")
 
@@ -183,11 +181,28 @@ class Dataset:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> Packed:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
         shard = int(np.searchsorted(self._ends, index, side="right"))
-        tokens, roles, starts, firsts = self._shards[shard]
+        tokens, roles, starts, firsts = self._arrays(shard)
         row = index - (int(self._ends[shard - 1]) if shard else 0)
         documents = starts[firsts[row] : firsts[row + 1]]
         return Packed(tokens[row].astype(np.int64), np.asarray(roles[row]), np.asarray(documents))
+
+    def shards(self) -> Iterator[tuple[Any, ...]]:
+        """The arrays of each shard: tokens, roles, starts, firsts."""
+        for shard in range(self.info.num_shards):
+            yield self._arrays(shard)
+
+    def _arrays(self, shard: int) -> tuple[Any, ...]:
+        """A shard's arrays. Only some shards stay open: every mapped file holds a descriptor."""
+        if shard not in self._open:
+            if len(self._open) >= _MAX_OPEN:
+                del self._open[next(iter(self._open))]
+            place = shard_folder(self.folder, shard)
+            names = ("tokens", "roles", "starts", "firsts")
+            self._open[shard] = tuple(_load(place / f"{name}.npy") for name in names)
+        return self._open[shard]
 
     @property
     def counts(self) -> NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 from longspec.hub.cache import cache_dir
 from longspec.hub.registry import DEFAULT_TARGET, MODELS, ModelEntry, nearest
-from longspec.hub.resolve import TargetFiles, on_disk, resolve, resolve_draft
+from longspec.hub.resolve import TargetFiles, on_disk, resolve, resolve_draft, resolve_tokenizer
 
 __all__ = [
     "DEFAULT_TARGET",
@@ -14,4 +14,5 @@ __all__ = [
     "on_disk",
     "resolve",
     "resolve_draft",
+    "resolve_tokenizer",
 ]

@@ -30,6 +30,11 @@ def download(
     return _fetch(hub_id, revision, offline, progress, patterns, complete)
 
 
+def download_tokenizer(hub_id: str, *, revision: str | None, offline: bool, progress: bool) -> Path:
+    """Fetch a target's config and tokenizer, without its weights."""
+    return _fetch(hub_id, revision, offline, progress, lambda files: _SMALL_FILES, _has_tokenizer)
+
+
 def download_draft(hub_id: str, *, revision: str | None, offline: bool, progress: bool) -> Path:
     """Fetch a draft's repository: its config where it has one, and its weights."""
 

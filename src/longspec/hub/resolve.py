@@ -55,6 +55,23 @@ def resolve(
     return TargetFiles(target, folder, entry)
 
 
+def resolve_tokenizer(
+    target: str, *, revision: str | None = None, offline: bool = False, progress: bool = True
+) -> TargetFiles:
+    """Find `target` as `resolve` does, for its tokenizer alone: weights are neither fetched nor needed."""
+    path = Path(os.path.expanduser(target))
+    entry = _entry(target)
+    if _is_local(target, path) and path.is_dir() and revision is None:
+        return TargetFiles(target, path, None)
+    hub_id = entry.target if entry is not None else target
+    if _is_local(target, path) or hub_id is None or hub_id.count("/") != 1:
+        return resolve(target, revision=revision, offline=offline, progress=progress)
+    from longspec.hub.download import download_tokenizer
+
+    folder = download_tokenizer(hub_id, revision=revision, offline=offline, progress=progress)
+    return TargetFiles(target, folder, entry)
+
+
 def resolve_draft(
     draft: str, *, revision: str | None = None, offline: bool = False, progress: bool = True
 ) -> Path:

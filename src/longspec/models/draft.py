@@ -37,7 +37,7 @@ class GlideDraft(nn.Module):
     its cache holds can never be stale.
     """
 
-    vocab_ids: Tensor
+    vocab_ids: Tensor | None
 
     def __init__(self, target: ModelConfig, config: DraftConfig) -> None:
         super().__init__()
@@ -133,16 +133,25 @@ class GlideDraft(nn.Module):
 
         `feature` [B, T or 1, E] is the target's final hidden state at each query's newest verified token.
         """
-        B, T, _ = x.shape
         out = attention.attend_self(*self.project(x, rope))
-        x = x + self.self_output(out.reshape(B, T, -1))
+        x, queries = self.query(x, out, rope, feature)
+        outs = [attention.attend_cross(index, q) for index, q in enumerate(queries.split(self.num_heads, 2))]
+        return self.finish(x, outs)
+
+    def query(
+        self, x: Tensor, out: Tensor, rope: tuple[Tensor, Tensor], feature: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """From self-attention's result [B, T, H, D] to the queries of cross-attention, all layers' heads."""
+        x = x + self.self_output(out.flatten(2))
         if self.feature is not None:
             assert feature is not None, "this draft needs the target's hidden state"
             x = x + self.feature(feature)
-        queries = self.cross_q(self.cross_norm(x)).view(B, T, self.num_cross * self.num_heads, self.head_dim)
-        per_layer = rotate(queries, *rope).split(self.num_heads, 2)
-        outs = [attention.attend_cross(index, q) for index, q in enumerate(per_layer)]
-        x = x + self.cross_output(torch.cat(outs, 2).reshape(B, T, -1))
+        queries = self.cross_q(self.cross_norm(x)).unflatten(-1, (-1, self.head_dim))
+        return x, rotate(queries, *rope)
+
+    def finish(self, x: Tensor, outs: list[Tensor]) -> Tensor:
+        """From cross-attention's results to what the head reads."""
+        x = x + self.cross_output(torch.cat(outs, 2).flatten(2))
         x = x + self.ffn(self.ffn_norm(x))
         return x if self.final_norm is None else self.final_norm(x)
 

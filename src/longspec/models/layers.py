@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +15,22 @@ from longspec.config import ModelConfig
 from longspec.models.rope import rotate
 
 
+class ForwardPass(Protocol):
+    """What all layers of one forward pass share. Decoding and training bring their own."""
+
+    @property
+    def rope(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of the tokens' positions."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend with queries [B, T, H, D]; the keys and values [B, T, K, D] are those of the same tokens."""
+        ...
+
+
 @dataclass(frozen=True)
-class ForwardPass:
-    """What all layers of one forward pass share."""
+class CachedPass:
+    """A pass over tokens that follow what is in a cache, and join it."""
 
     cache: KVCache
     slots: Slots
@@ -24,6 +38,11 @@ class ForwardPass:
     rope: tuple[Tensor, Tensor]
     attention: Attention
     plan: AttentionPlan
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write the new keys and values past the prefix, then attend to the prefix and to them."""
+        self.cache.write(layer, self.slots, k, v)
+        return self.attention.attend(q, *self.cache.layer(layer), self.plan)[0]
 
 
 class RMSNorm(nn.Module):
@@ -39,17 +58,14 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-class Linear(nn.Module):
-    """A matrix, and a bias where the family has one."""
+class Linear(nn.Linear):
+    """A matrix, and a bias where the family has one; not filled until weights are loaded or drawn."""
 
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_out, num_in))
-        self.bias = nn.Parameter(torch.empty(num_out)) if bias else None
+        super().__init__(num_in, num_out, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias."""
-        return F.linear(x, self.weight, self.bias)
+    def reset_parameters(self) -> None:
+        """Nothing: torch would fill what is about to be replaced."""
 
 
 class PackedLinear(nn.Module):
@@ -116,7 +132,7 @@ def scores(head: nn.Module, hidden: Tensor) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query self-attention of one layer over the cache."""
+    """Grouped-query self-attention of one layer."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -129,18 +145,16 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, run: ForwardPass) -> Tensor:
-        """Write the new keys and values past the prefix, then attend to the prefix and to them."""
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, H, D], keys and values [B, T, K, D] of x [B, T, E]."""
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim)
         qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), 2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split((self.num_heads, self.num_kv_heads), 2)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), 2)
-        q, k = rotate(qk, *run.rope).split((self.num_heads, self.num_kv_heads), 2)
-        run.cache.write(self.layer, run.slots, k, v)
-        out, _ = run.attention.attend(q, *run.cache.layer(self.layer), run.plan)
-        return self.output(out.reshape(B, T, -1))
+        q, k = rotate(qk, *rope).split((self.num_heads, self.num_kv_heads), 2)
+        return q, k, v
 
 
 class FeedForward(nn.Module):
@@ -169,5 +183,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, run: ForwardPass) -> Tensor:
         """Return the residual stream after this layer."""
-        x = x + self.attention(self.attention_norm(x), run)
+        out = run.attend(self.attention.layer, *self.enter(x, run.rope))
+        return self.leave(x, out)
+
+    def enter(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """What comes before attention: queries, keys and values."""
+        return self.attention.project(self.attention_norm(x), rope)
+
+    def leave(self, x: Tensor, out: Tensor) -> Tensor:
+        """What comes behind it, of the attention's result [B, T, H, D]."""
+        x = x + self.attention.output(out.flatten(2))
         return x + self.ffn(self.ffn_norm(x))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from longspec.attention import Attention, choose_backend
 from longspec.cache import KVCache
 from longspec.config import ModelConfig
-from longspec.models.layers import Block, ForwardPass, Linear, RMSNorm, scores
+from longspec.models.layers import Block, CachedPass, ForwardPass, Linear, RMSNorm, scores
 from longspec.models.rope import RopeTable
 
 
@@ -40,12 +42,16 @@ class Transformer(nn.Module):
 
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         """An empty cache for this model, on its device and in its type."""
-        return KVCache.empty(self.config, num_rows, capacity, self.device, self.dtype)
+        first = self.blocks[0]
+        assert isinstance(first, Block)
+        # Its own count of heads: tensor parallelism leaves it a share of the target's.
+        shape = replace(self.config, num_kv_heads=first.attention.num_kv_heads)
+        return KVCache.empty(shape, num_rows, capacity, self.device, self.dtype)
 
     def forward(
         self,
         tokens: Tensor,
-        cache: KVCache,
+        cache: KVCache | ForwardPass,
         tree: Tensor | None = None,
         sinks: int = 0,
         window: int | None = None,
@@ -57,17 +63,24 @@ class Transformer(nn.Module):
         that a node's depth is the number of nodes it sees less one. Their keys and values are written
         past the prefix; the prefix itself is not moved: that is for the cache's verbs. With a `window`, of
         the prefix only its first `sinks` entries and its last `window` ones are attended to.
+
+        Training has no prefix: it gives a `ForwardPass` of its own in the cache's place.
         """
+        run = self._follow(cache, tokens, tree, sinks, window) if isinstance(cache, KVCache) else cache
+        x = F.embedding(tokens, self.embedding)
+        for block in self.blocks:
+            x = block(x, run)
+        return self.norm(x)
+
+    def _follow(
+        self, cache: KVCache, tokens: Tensor, tree: Tensor | None, sinks: int, window: int | None
+    ) -> CachedPass:
         T = tokens.shape[1]
         depths = torch.arange(T, device=tokens.device) if tree is None else tree.sum(-1) - 1
         positions = cache.lengths[:, None] + depths
         self.rope.reserve(cache.capacity)
         plan = self.attention.plan(cache.lengths, T, tree, sinks, window)
-        run = ForwardPass(cache, cache.slots(T), self.rope(positions), self.attention, plan)
-        x = F.embedding(tokens, self.embedding)
-        for block in self.blocks:
-            x = block(x, run)
-        return self.norm(x)
+        return CachedPass(cache, cache.slots(T), self.rope(positions), self.attention, plan)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores over the vocabulary in fp32, of hidden states that `forward` returned."""

@@ -1,0 +1,114 @@
+"""Causal attention within the pieces of packed sequences, with gradients: what training needs.
+
+No mask of T x T is ever built: flash attention with variable lengths where torch has it for the type and
+device, else piece by piece, long windowed pieces in blocks of the window's size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# The number of pieces is rounded up to this with empty ones, so that few different shapes occur.
+_ROUND = 64
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How a packed batch, its rows laid end to end, falls into pieces that do not see each other."""
+
+    starts: tuple[int, ...]
+    """Where each piece starts, from 0, rising."""
+    num_tokens: int
+    """B * T."""
+    row_length: int
+    """T, at which a piece ends at the latest."""
+    device: torch.device
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """Start and end of each piece."""
+        return list(zip(self.starts, (*self.starts[1:], self.num_tokens), strict=True))
+
+    @cached_property
+    def cumulative(self) -> Tensor:
+        """The bounds for flash attention, int32, with empty pieces at the end."""
+        padding = [self.num_tokens] * (-len(self.starts) % _ROUND + 1)
+        return torch.tensor([*self.starts, *padding], dtype=torch.int32).to(self.device, non_blocking=True)
+
+    @property
+    def equal(self) -> int | None:
+        """The pieces' length where they all have the same one."""
+        lengths = {end - start for start, end in self.bounds}
+        return lengths.pop() if len(lengths) == 1 else None
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, window: int | None = None) -> Tensor:
+    """Queries [B, T, H, D] over keys and values [B, T, K, D]; returns [B, T, H, D].
+
+    A query sees the keys of its own piece up to its own place and, with a `window`, of those the last
+    `window` ones.
+    """
+    has_flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    kernel = _flash if has_flash else _by_piece
+    return kernel(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), pieces, window).view(q.shape)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, window: int | None) -> Tensor:
+    bounds, longest = pieces.cumulative, pieces.row_length
+    limits = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, bounds, bounds, longest, longest, 0.0, True, False, **limits
+    )[0]
+
+
+def _by_piece(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, window: int | None) -> Tensor:
+    length = pieces.equal
+    if length is not None:
+        size = (-1, length)
+        out = _causal(q.unflatten(0, size), k.unflatten(0, size), v.unflatten(0, size), window)
+        return out.flatten(0, 1)
+    outs = [
+        _causal(q[None, start:end], k[None, start:end], v[None, start:end], window)[0]
+        for start, end in pieces.bounds
+    ]
+    return torch.cat(outs)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """[P, n, H, D] over [P, n, K, D]: P pieces of the same length."""
+    if window is not None and q.shape[1] > window:
+        return _windowed(q, k, v, window)
+    return _attend(q, k, v, causal=True)
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Blocks of `window` queries, each over its own block of keys and the one before."""
+    P, n, _, D = q.shape
+    count = -(-n // window)
+
+    def blocks(x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, 0, 0, 0, count * window - n)).view(P, count, window, -1, D)
+
+    def with_previous(x: Tensor) -> Tensor:
+        own = blocks(x)
+        before = F.pad(own, (0, 0, 0, 0, 0, 0, 1, 0))[:, :-1]
+        return torch.cat((before, own), 2).flatten(0, 1)
+
+    place = torch.arange(window, device=q.device)
+    distance = (place + window)[:, None] - torch.arange(2 * window, device=q.device)
+    sees = ((distance >= 0) & (distance < window)).expand(count, -1, -1).clone()
+    sees[0, :, :window] = False  # there is no block before the first
+    mask = sees.repeat(P, 1, 1)[:, None]
+    out = _attend(blocks(q).flatten(0, 1), with_previous(k), with_previous(v), mask=mask)
+    return out.reshape(P, count * window, -1, D)[:, :n]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
+    return out.transpose(1, 2)

@@ -1,0 +1,76 @@
+"""Targets by shape alone, with random weights: time and memory can be measured without a download."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from longspec.config import ModelConfig, RopeConfig
+from longspec.errors import UserError
+from longspec.models.target import Transformer
+
+SHAPES: dict[str, ModelConfig] = {
+    "smollm2-135m": ModelConfig(
+        family="llama",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        max_length=8192,
+        rms_eps=1e-5,
+        rope=RopeConfig(theta=100000.0),
+        tied_head=True,
+    ),
+    "llama3-8b": ModelConfig(
+        family="llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_length=262144,
+        rms_eps=1e-5,
+        rope=RopeConfig(theta=283461213.0),
+    ),
+    "tiny": ModelConfig(
+        family="llama",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_length=2048,
+    ),
+}
+
+
+def shape_named(name: str) -> ModelConfig:
+    """A shape of the table."""
+    if name not in SHAPES:
+        raise UserError(f"shape {name!r} is unknown; there are: {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def random_target(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> Transformer:
+    """A frozen target of this shape, its weights drawn where they stay."""
+    with torch.device("meta"):
+        target = Transformer(config)
+    target.to(dtype).to_empty(device=device)
+    if config.tied_head:
+        target.head.weight = target.embedding
+    generator = torch.Generator(device).manual_seed(seed)
+    for weight in target.parameters():
+        if weight.ndim == 1:
+            nn.init.ones_(weight)
+        else:
+            nn.init.normal_(weight, std=0.02, generator=generator)
+    return target.requires_grad_(False).eval()

@@ -1,0 +1,150 @@
+"""How fast a draft trains on this machine, beside what its arithmetic allows, with random weights."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from longspec.bench.shapes import random_target, shape_named
+from longspec.config import DraftConfig, ModelConfig
+from longspec.data.collate import collate
+from longspec.data.shards import Packed, Role
+from longspec.models.draft import GlideDraft
+from longspec.models.placement import pick_dtype
+from longspec.train.compiled import compile_layers
+from longspec.train.engine import Engine, Optimisation, join, local_device
+from longspec.train.layout import Draws, Layout, head_rows, lay_out
+from longspec.train.losses import one_chunk
+from longspec.train.objective import Objective
+
+
+@dataclass(frozen=True)
+class TrainingSpeed:
+    """One measurement."""
+
+    shape: str
+    seq_length: int
+    micro_batch: int
+    seconds_per_step: float
+    tokens_per_second: float
+    flops_per_token: float
+    matmul_flops: float
+    """What a large product of matrices reaches here, per second."""
+    floor_tokens_per_second: float
+    """What `flops_per_token` would allow at that rate."""
+    peak_memory: int
+    parameters: int
+    """Of the draft."""
+
+
+def measure_training(
+    shape: str,
+    seq_length: int,
+    micro_batch: int,
+    draft: DraftConfig,
+    soft: float = 0.0,
+    compile: bool = False,
+    num_steps: int = 10,
+    device_name: str = "auto",
+) -> TrainingSpeed:
+    """Time optimizer steps of the real training path after a warm-up."""
+    config = shape_named(shape)
+    device = local_device(device_name)
+    dtype = pick_dtype("auto", device)
+    target = random_target(config, device, dtype)
+    model = GlideDraft(config, draft)
+    model.initialise(torch.Generator().manual_seed(0))
+    model.to(device=device, dtype=dtype)
+    processes = join(device)
+    optimisation = Optimisation(micro_batch, 1, 0.0, (0.9, 0.95), 1.0)
+    settings = {"zero_optimization": {"stage": 1}}
+    engine = Engine(target, model, settings, optimisation, processes, device)
+    chunk = compile_layers(target, model) if compile else one_chunk
+    objective = Objective(target, model, soft, engine.run_target, engine.draft, engine.gather, chunk=chunk)
+    layouts = [_layout(config, draft, seq_length, micro_batch, seed, device) for seed in range(4)]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for step in range(3 if not compile else 5):
+        _step(objective, engine, layouts[step % 4])
+    started = _now(device)
+    for step in range(num_steps):
+        _step(objective, engine, layouts[step % 4])
+    seconds = (_now(device) - started) / num_steps
+    tokens = seq_length * micro_batch
+    flops = flops_per_token(config, model, seq_length, soft)
+    rate = matmul_rate(device, dtype)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    parameters = sum(weight.numel() for weight in model.parameters())
+    return TrainingSpeed(
+        shape, seq_length, micro_batch, seconds, tokens / seconds, flops, rate, rate / flops, peak, parameters
+    )
+
+
+def report(speed: TrainingSpeed) -> str:
+    """The measurement for people."""
+    share = speed.tokens_per_second / speed.floor_tokens_per_second
+    gflop, tflops = speed.flops_per_token / 1e9, speed.matmul_flops / 1e12
+    lines = [
+        f"{speed.shape}, {speed.micro_batch} x {speed.seq_length:,} tokens, "
+        f"a draft of {speed.parameters / 1e6:.1f}M parameters",
+        f"{speed.tokens_per_second:,.0f} tokens/s ({1e3 * speed.seconds_per_step:.1f} ms a step)",
+        f"{share:.0%} of the {speed.floor_tokens_per_second:,.0f} tokens/s that {gflop:.2f} GFLOP a token "
+        f"allow at the {tflops:.1f} TFLOP/s of large matrix products here",
+    ]
+    if speed.peak_memory:
+        lines.append(f"{speed.peak_memory / 1e9:.1f} GB of memory at the peak")
+    return "\n".join(lines)
+
+
+def _step(objective: Objective, engine: Engine, layout: Layout) -> None:
+    outcome = objective(layout)
+    engine.backward(outcome.loss / len(layout.labels))
+    engine.step(1e-4)
+
+
+def _layout(
+    config: ModelConfig, draft: DraftConfig, length: int, rows: int, seed: int, device: torch.device
+) -> Layout:
+    chance = np.random.default_rng(seed)
+    whole = np.zeros(1, np.int32)
+    roles = np.full(length, Role.TEXT, np.uint8)
+    batch = [Packed(chance.integers(0, config.vocab_size, length), roles, whole) for _ in range(rows)]
+    draws = Draws(draft.max_lag, draft.window, max_offset=config.max_length - length)
+    lags, offsets = zip(*(draws.lag_and_offset(seed, row) for row in range(rows)), strict=True)
+    ids = torch.arange(draft.draft_vocab) if draft.draft_vocab else None
+    rows_of = head_rows(ids, config.vocab_size)
+    return lay_out(collate(batch, "base", False), lags, offsets, 4, rows_of, device)
+
+
+def flops_per_token(config: ModelConfig, draft: GlideDraft, length: int, soft: float) -> float:
+    """Multiplications and additions of one token: the target forward, the draft and its head both ways."""
+    blocks = config.num_parameters - config.vocab_size * config.hidden_size * (1 if config.tied_head else 2)
+    pair = 4 * config.num_heads * config.head_dim  # one query over one key, scores and values
+    causal = pair * length / 2
+    target = 2 * blocks + config.num_layers * causal
+    layer = 6 * sum(weight.numel() for weight in draft.parameters())
+    seen = pair * min(draft.config.window, length / 2) + draft.num_cross * causal
+    head = (draft.config.draft_vocab or config.vocab_size) * config.hidden_size
+    # The scores, their gradient, the target's own scores where it teaches; attention's backward costs 2.5.
+    return target + layer + 3.5 * seen + 2 * head * (3 if soft else 2)
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """What this device reaches on large square matrices, in operations per second."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    started = _now(device)
+    for _ in range(10):
+        a @ b
+    return 10 * 2 * size**3 / (_now(device) - started)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,1 @@
+"""Hydra's configuration groups and the ready experiments."""

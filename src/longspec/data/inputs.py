@@ -1,0 +1,131 @@
+"""Which files the user's inputs are: JSONL, parquet, folders of them, and folders of `save_to_disk`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longspec.errors import UserError
+from longspec.models.files import read_json
+
+_LINES = (".jsonl", ".ndjson", ".json")
+_PACKED = (".gz", ".xz", ".zst")
+_KNOWN = f"{', '.join(_LINES)} (plain or {', '.join(_PACKED)}), .parquet"
+_END_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file with records."""
+
+    path: Path
+    kind: str
+    """`lines`, `parquet` or `arrow`."""
+    source: str
+    """The name of the input that it belongs to."""
+    num_bytes: int
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return str(self.path)
+
+    def place(self, number: int) -> str:
+        """How messages call a record in it."""
+        return f"{self.label} {'line' if self.kind == 'lines' else 'row'} {number}"
+
+
+def find_files(inputs: Sequence[str], split: str | None = None) -> list[InputFile]:
+    """The files of all inputs, in the order given; a folder's in the order of their names."""
+    files = [
+        InputFile(path, kind, _name(given), path.stat().st_size)
+        for given in inputs
+        for path, kind in _expand(Path(os.path.expanduser(given)), split)
+    ]
+    seen: set[Path] = set()
+    for file in files:
+        if not os.access(file.path, os.R_OK):
+            raise UserError(f"{file.path} cannot be read: check its permissions")
+        if (real := file.path.resolve()) in seen:
+            raise UserError(f"the input {file.path} is given twice")
+        seen.add(real)
+    return files
+
+
+def fingerprint(files: Sequence[InputFile]) -> dict[str, Any]:
+    """What tells these files from others: their number, their size, a hash of names, sizes and both ends."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.source}/{file.path.name} {file.num_bytes}\n".encode(errors="surrogateescape"))
+        with open(file.path, "rb") as content:
+            digest.update(content.read(_END_BYTES))
+            content.seek(max(0, file.num_bytes - _END_BYTES))
+            digest.update(content.read(_END_BYTES))
+    total = sum(file.num_bytes for file in files)
+    return {"files": len(files), "bytes": total, "sha256": digest.hexdigest()[:16]}
+
+
+def _name(given: str) -> str:
+    return Path(os.path.abspath(os.path.expanduser(given))).name
+
+
+def _expand(path: Path, split: str | None) -> Iterator[tuple[Path, str]]:
+    if not path.exists():
+        raise UserError(f"there is no file or folder {path}")
+    if path.is_dir():
+        yield from _saved(path, split) if _is_saved(path) else _folder(path)
+        return
+    kind = _kind(path)
+    if kind is None:
+        raise UserError(f"{path} is of no known kind: {_KNOWN} are, and folders of them")
+    yield path, kind
+
+
+def _kind(path: Path) -> str | None:
+    name = path.name.lower()
+    for packed in _PACKED:
+        name = name.removesuffix(packed)
+    if name.endswith(_LINES):
+        return "lines"
+    return "parquet" if path.suffix.lower() == ".parquet" else None
+
+
+def _folder(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Everything in a folder and below it, but hidden files and plain .json, which is seldom lines."""
+    found = False
+    for path in sorted(folder.rglob("*")):
+        kind = _kind(path)
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if kind is not None and path.suffix != ".json" and path.is_file() and not hidden:
+            found = True
+            yield path, kind
+    if not found:
+        raise UserError(f"the folder {folder} holds no input: {_KNOWN}, or what `save_to_disk` wrote")
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def _saved(folder: Path, split: str | None) -> Iterator[tuple[Path, str]]:
+    """The Arrow files of a dataset that `save_to_disk` wrote, in its order."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = read_json(folder / "dataset_dict.json").get("splits") or []
+        if split is None and len(splits) == 1:
+            split = splits[0]
+        if split not in splits:
+            asked = "name one with --split" if split is None else f"there is no split {split!r}"
+            raise UserError(f"{folder} has the splits {', '.join(map(str, splits))}: {asked}")
+        folder = folder / str(split)
+    try:
+        names = [entry["filename"] for entry in read_json(folder / "state.json")["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{folder / 'state.json'} does not name its files: save the dataset again") from error
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(f"{folder} lacks its file {name}: save the dataset again")
+        yield folder / name, "arrow"

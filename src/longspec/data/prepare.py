@@ -1,0 +1,305 @@
+"""`longspec data prepare`: text files become a dataset, in bounded memory, by any number of processes.
+
+Workers tokenise chunks of records; this process packs the documents in the order of the input, so that the
+result does not depend on the workers. After each shard `prepare.json` says where in the input to go on.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from longspec.data.encode import Bad, Encoded, Encoder, Recipe
+from longspec.data.inputs import InputFile, find_files, fingerprint
+from longspec.data.pack import POLICIES, Shelf
+from longspec.data.read import Chunk, Position, read_chunks
+from longspec.data.shards import (
+    DatasetInfo,
+    Source,
+    finish,
+    is_finished,
+    read_info,
+    tokenizer_fingerprint,
+    write_shard,
+)
+from longspec.data.work import claimed, encode_in_order
+from longspec.errors import UserError
+from longspec.hub import resolve_tokenizer
+from longspec.models.files import read_json, write_whole
+from longspec.progress import byte_bar
+from longspec.prompts import PromptEncoder
+
+_STATE = "prepare.json"
+_SHARD_TOKENS = 1 << 23
+_WORKER_BYTES = 1 << 21  # of input for each worker: starting one takes about as long
+_NUM_PLACES = 5
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to prepare, and how; the flags of the command."""
+
+    inputs: tuple[str, ...]
+    folder: Path
+    target: str
+    revision: str | None = None
+    offline: bool = False
+    seq_length: int = 1024
+    template: str = "text"
+    pack: str = "stream"
+    renames: tuple[tuple[str, str], ...] = ()
+    aligners: tuple[str, ...] = ()
+    think: bool = False
+    truncate: bool = False
+    min_tokens: int = 2
+    skip: int = 0
+    limit: int | None = None
+    shard_sequences: int | None = None
+    licence: str = "unknown"
+    licence_field: str | None = None
+    source_field: str | None = None
+    split: str | None = None
+    skip_bad: bool = False
+    workers: int = 1
+
+    def check(self) -> None:
+        """Refuse what makes no sense, before anything is read."""
+        least = {"seq_length": 2, "min_tokens": 1, "skip": 0, "limit": 1, "shard_sequences": 1, "workers": 1}
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {minimum}")
+        if self.pack not in POLICIES:
+            raise UserError(f"the packing {self.pack!r} is unknown: take one of {', '.join(POLICIES)}")
+        if self.truncate and self.pack == "stream":
+            raise UserError("--truncate is for --pack whole and single: stream cuts where sequences end")
+
+    def settings(self, files: list[InputFile], encoder: Encoder) -> dict[str, Any]:
+        """All that the result depends on."""
+        skipped = ("folder", "offline", "skip_bad", "workers")
+        own = {name: value for name, value in asdict(self).items() if name not in skipped}
+        own |= {"inputs": list(dict.fromkeys(file.source for file in files))}
+        more = {"input_files": fingerprint(files), "tokenizer": encoder.fingerprint}
+        made: dict[str, Any] = json.loads(json.dumps({"command": "data prepare"} | own | more))
+        return made
+
+
+@dataclass
+class State:
+    """How far the work is, at a shard's end."""
+
+    settings: dict[str, Any]
+    position: Position = field(default_factory=Position)
+    num_shards: int = 0
+    num_documents: int = 0
+    num_short: int = 0
+    num_bad: int = 0
+    bad_places: list[str] = field(default_factory=list)
+    """The first few."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was made."""
+
+    folder: str
+    sequences: int
+    tokens: int
+    documents: int
+    shards: int
+    padding_share: float
+    short: int
+    bad: int
+    bad_places: list[str]
+    sources: list[dict[str, Any]]
+    seconds: float
+    tokens_per_second: float
+    """Of this run, without the loading of the tokenizer; 0 where there was nothing to do."""
+    already: bool
+    """Whether it was done before."""
+
+
+def prepare(options: Options, progress: bool = False) -> Summary:
+    """Make the dataset, or what is missing of it.
+
+    With more than one worker, a script that calls this needs Python's `if __name__ == "__main__":` guard.
+    """
+    begun = time.monotonic()
+    options.check()
+    files = find_files(options.inputs, options.split)
+    target = resolve_tokenizer(
+        options.target, revision=options.revision, offline=options.offline, progress=progress
+    )
+    recipe = Recipe(
+        options.template,
+        options.renames,
+        options.aligners,
+        options.think,
+        options.licence,
+        options.licence_field,
+        options.source_field,
+    )
+    tokenizer = PromptEncoder(target.folder, target.entry.chat_template if target.entry else None).tokenizer
+    encoder = Encoder(recipe, tokenizer)
+    settings = options.settings(files, encoder)
+    with claimed(options.folder, _STATE):
+        if is_finished(options.folder):
+            info = read_info(options.folder)
+            _compare(info.made_by, settings, options.folder, "was made")
+            (options.folder / _STATE).unlink(missing_ok=True)
+            return _summary(options.folder, info, time.monotonic() - begun, None)
+        job = _Job(options, encoder, _read_state(options.folder, settings))
+        loaded = time.monotonic()
+        chunks = read_chunks(files, job.state.position, options.skip, options.limit)
+        total = sum(file.num_bytes for file in files)
+        workers = min(options.workers, -(-total // _WORKER_BYTES))
+        with byte_bar("Preparing", total, progress) as advance:
+            advance(sum(file.num_bytes for file in files[: job.state.position.file]))
+            for chunk, outcomes in encode_in_order(encoder, chunks, workers):
+                job.take(chunk, outcomes)
+                advance(chunk.num_bytes)
+        info = job.finish(Position(file=len(files)))
+    now = time.monotonic()
+    return _summary(options.folder, info, now - begun, job.num_tokens / (now - loaded))
+
+
+class _Job:
+    """The packing side: documents come in, shards go out."""
+
+    def __init__(self, options: Options, encoder: Encoder, state: State) -> None:
+        self._options, self._encoder, self.state = options, encoder, state
+        num_sequences = options.shard_sequences or max(1, _SHARD_TOKENS // options.seq_length)
+        self._shelf = Shelf(POLICIES[options.pack], options.seq_length, num_sequences, encoder.pad_id)
+        self._documents: Counter[tuple[str, str]] = Counter()
+        self._tokens: Counter[tuple[str, str]] = Counter()
+        self.num_tokens = 0
+        """Packed in this run."""
+
+    def take(self, chunk: Chunk, outcomes: list[Encoded | Bad]) -> None:
+        """The outcomes of the next chunk."""
+        for index, outcome in enumerate(outcomes):
+            here = Position(chunk.index, outcome.number, 0, chunk.first_record + index)
+            if isinstance(outcome, Bad):
+                self._bad(outcome)
+            elif len(outcome.document) < self._options.min_tokens:
+                self.state.num_short += 1
+            else:
+                self._put(outcome, here)
+
+    def _bad(self, bad: Bad) -> None:
+        if not self._options.skip_bad:
+            raise UserError(f"{bad.place}: {bad.reason}; mend it, or leave such out with --skip-bad")
+        self.state.num_bad += 1
+        if len(self.state.bad_places) < _NUM_PLACES:
+            self.state.bad_places.append(f"{bad.place}: {bad.reason}")
+
+    def _put(self, encoded: Encoded, here: Position) -> None:
+        """Pack a document, from where the last shard left it."""
+        start, origin = self.state.position, (encoded.source, encoded.licence)
+        document = (
+            encoded.document[: self._options.seq_length] if self._options.truncate else encoded.document
+        )
+        is_rest = (here.file, here.number) == (start.file, start.number) and start.offset > 0
+        done = start.offset if is_rest else 0
+        if not is_rest:
+            self.state.num_documents += 1
+            self._documents[origin] += 1
+        while done < len(document):
+            taken = self._shelf.put(document[done:])
+            done += taken
+            self.num_tokens += taken
+            self._tokens[origin] += taken
+            if self._shelf.is_full:
+                whole = done == len(document)
+                self._write(
+                    Position(here.file, here.number + 1, 0, here.records + 1)
+                    if whole
+                    else Position(here.file, here.number, done, here.records)
+                )
+
+    def _write(self, position: Position) -> None:
+        """Write the shard that is full; after it, the work can go on from `position`."""
+        origins = [*self._documents.keys() | self._tokens.keys()]
+        sources = [Source(*one, self._documents[one], self._tokens[one]) for one in sorted(origins)]
+        folder, state = self._options.folder, self.state
+        write_shard(folder, state.num_shards, self._shelf.take(), self._encoder.vocab_size, sources)
+        self._documents.clear()
+        self._tokens.clear()
+        state.num_shards, state.position = state.num_shards + 1, position
+        _write_state(folder, state)
+
+    def finish(self, end: Position) -> DatasetInfo:
+        """Write what is left, and the dataset's description."""
+        options, state = self._options, self.state
+        if self._tokens:
+            self._write(end)
+        if not state.num_shards:
+            where = ", ".join(options.inputs)
+            first = f", first {state.bad_places[0]}" if state.bad_places else ""
+            raise UserError(
+                f"no usable document in {where}: {state.num_bad} bad{first}; "
+                f"{state.num_short} shorter than --min-tokens {options.min_tokens}"
+            )
+        counts = asdict(state)
+        for name in ("settings", "position", "num_shards"):
+            del counts[name]
+        made_by = state.settings | counts
+        tokenizer = tokenizer_fingerprint(self._encoder.tokenizer)
+        info = finish(options.folder, state.num_shards, self._encoder.vocab_size, tokenizer, made_by)
+        (options.folder / _STATE).unlink(missing_ok=True)
+        return info
+
+
+def _read_state(folder: Path, settings: dict[str, Any]) -> State:
+    """Where an earlier run stopped; the beginning where there was none."""
+    path = folder / _STATE
+    if not path.is_file():
+        if any(folder.iterdir()):
+            raise UserError(f"the folder {folder} holds something else already: name another with --output")
+        state = State(settings)
+        _write_state(folder, state)
+        return state
+    raw = read_json(path)
+    try:
+        state = State(**raw | {"position": Position(**raw["position"])})
+    except (KeyError, TypeError) as error:
+        raise UserError(f"cannot read {path}: {error}; remove {folder} to begin anew") from error
+    _compare(state.settings, settings, folder, "was begun")
+    return state
+
+
+def _write_state(folder: Path, state: State) -> None:
+    write_whole(folder / _STATE, json.dumps(asdict(state), indent=1).encode())
+
+
+def _compare(old: dict[str, Any], new: dict[str, Any], folder: Path, what: str) -> None:
+    differing = [name for name in new if old.get(name) != new[name]]
+    if differing:
+        name = differing[0]
+        raise UserError(
+            f"{folder} {what} with other settings ({', '.join(differing)} differ: {name} was "
+            f"{old.get(name)!r} and is {new[name]!r}); name another folder with --output, or remove this one"
+        )
+
+
+def _summary(folder: Path, info: DatasetInfo, seconds: float, rate: float | None) -> Summary:
+    made_by = info.made_by
+    return Summary(
+        str(folder),
+        info.num_sequences,
+        info.num_tokens,
+        made_by["num_documents"],
+        info.num_shards,
+        1 - info.num_tokens / (info.num_sequences * info.seq_length),
+        made_by["num_short"],
+        made_by["num_bad"],
+        made_by["bad_places"],
+        [asdict(source) for source in info.sources],
+        seconds,
+        rate or 0.0,
+        already=rate is None,
+    )

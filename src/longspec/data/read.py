@@ -1,0 +1,223 @@
+"""Reading records from input files in pieces of bounded size, from any place in them."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import lzma
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO
+
+from longspec.data.inputs import InputFile
+from longspec.errors import UserError
+
+_BLOCK = 1 << 20
+_CHUNK_BYTES = 1 << 20
+_CHUNK_RECORDS = 512
+_LONGEST_LINE = 1 << 28
+_ROWS = 64
+_BROKEN = (OSError, EOFError, lzma.LZMAError, zlib.error)
+_BOM = b"\xef\xbb\xbf"
+
+Raw = bytes | dict[str, Any]
+"""A record as a line of JSON, or as an object."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the inputs: everything before it is done."""
+
+    file: int = 0
+    number: int = 1
+    """The next record of that file; lines and rows count from 1."""
+    offset: int = 0
+    """How many tokens of its document are done."""
+    records: int = 0
+    """How many records come before it, all files together."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some records of one file, one behind the other."""
+
+    index: int
+    file: InputFile
+    records: list[tuple[int, Raw]]
+    """(number, content)."""
+    first_record: int
+    """How many records come before it, all files together."""
+    num_bytes: int
+    """How far the file was read on."""
+    fault: str | None = None
+    """What is wrong with the file after these records, if something is."""
+    fault_number: int = 0
+
+
+def read_chunks(
+    files: Sequence[InputFile], start: Position, skip: int = 0, limit: int | None = None
+) -> Iterator[Chunk]:
+    """All records from `start` on, but the first `skip` of the inputs, and at most `limit` after those."""
+    done = start.records
+    last = None if limit is None else skip + limit
+    for index in range(start.file, len(files)):
+        number = start.number if index == start.file else 1
+        for chunk in _file_chunks(index, files[index], number, done):
+            before, done = done, done + len(chunk.records)
+            kept = chunk.records[max(0, skip - before) : None if last is None else max(0, last - before)]
+            chunk = replace(chunk, records=kept, first_record=max(before, skip))
+            if last is not None and done >= last:
+                yield replace(chunk, fault=None)  # which comes after the last record that is wanted
+                return
+            yield chunk
+
+
+def _file_chunks(index: int, file: InputFile, start: int, before: int) -> Iterator[Chunk]:
+    """The records of one file from number `start` on."""
+    records: list[tuple[int, Raw]] = []
+    size, number, reported = 0, 0, 0
+    fault = None
+    with _Meter(file.path) as meter:
+        try:
+            for number, raw in _records(file, meter):
+                if number < start:
+                    continue
+                records.append((number, raw))
+                size += len(raw) if isinstance(raw, bytes) else _size(raw)
+                if size >= _CHUNK_BYTES or len(records) >= _CHUNK_RECORDS:
+                    yield Chunk(index, file, records, before, meter.position - reported)
+                    before, reported = before + len(records), meter.position
+                    records, size = [], 0
+            if number == 0:
+                fault = "it is empty"
+        except _BROKEN as error:
+            fault = f"it cannot be read on: {' '.join(str(error).split()) or type(error).__name__}"
+    left = file.num_bytes - reported
+    yield Chunk(index, file, records, before, left, fault, number + 1 if number else 0)
+
+
+class _Meter:
+    """An open file that knows how far it was read."""
+
+    def __init__(self, path: Path) -> None:
+        self.file: BinaryIO = open(path, "rb")  # noqa: SIM115 # closed by __exit__
+        self.rows_share: float | None = None
+        self._size = path.stat().st_size
+
+    def __enter__(self) -> _Meter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    @property
+    def position(self) -> int:
+        """Bytes read; of a file of rows in proportion to those."""
+        if self.rows_share is not None:
+            return int(self.rows_share * self._size)
+        return self.file.tell()
+
+
+def _records(file: InputFile, meter: _Meter) -> Iterator[tuple[int, Raw]]:
+    """(number, content) of every record; blank lines count but are none."""
+    if file.kind == "lines":
+        for number, line in enumerate(_lines(_blocks(file.path, meter.file)), start=1):
+            content = line.removeprefix(_BOM) if number == 1 else line
+            if content.strip():
+                yield number, content
+        return
+    arrow = _need("pyarrow", file.path)
+    with _arrow_errors(arrow):
+        number = 0
+        for share, batch in _parquet(meter.file) if file.kind == "parquet" else _arrow(meter.file):
+            for first in range(0, batch.num_rows, _ROWS):
+                meter.rows_share = share
+                for row in batch.slice(first, _ROWS).to_pylist():
+                    number += 1
+                    yield number, row
+
+
+def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for block in blocks:
+        first, *others = block.split(b"\n")
+        rest += first
+        if len(rest) > _LONGEST_LINE:
+            raise OSError(f"a line is longer than {_LONGEST_LINE >> 20} MB")
+        for other in others:
+            yield rest
+            rest = other
+    if rest:
+        yield rest
+
+
+def _blocks(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """A file's content, decompressed, in blocks."""
+    kind = path.suffix.lower()
+    if kind == ".zst":
+        yield from _zst_blocks(path, file)
+        return
+    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+    content: Any = openers[kind](file) if kind in openers else file
+    while block := content.read1(_BLOCK):  # what can be read before a fault is read
+        yield block
+
+
+def _zst_blocks(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """Frame by frame: the library's own reader takes the end of the file for the end of a frame."""
+    zstandard = _need("zstandard", path)
+    frame, rest = None, b""
+    while rest or (rest := file.read(_BLOCK // 8)):
+        frame = frame or zstandard.ZstdDecompressor().decompressobj()
+        try:
+            yield frame.decompress(rest)
+        except zstandard.ZstdError as error:
+            raise OSError(str(error)) from error
+        rest = frame.unused_data if frame.eof else b""
+        frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("the compressed file ends too early")
+
+
+def _parquet(file: BinaryIO) -> Iterator[tuple[float, Any]]:
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.ParquetFile(file)
+    total, done = max(table.metadata.num_rows, 1), 0
+    for batch in table.iter_batches(batch_size=_ROWS):
+        done += batch.num_rows
+        yield done / total, batch
+
+
+def _arrow(file: BinaryIO) -> Iterator[tuple[float, Any]]:
+    import pyarrow
+
+    size = max(os.fstat(file.fileno()).st_size, 1)
+    for batch in pyarrow.ipc.open_stream(file):
+        yield file.tell() / size, batch
+
+
+@contextlib.contextmanager
+def _arrow_errors(arrow: ModuleType) -> Iterator[None]:
+    try:
+        yield
+    except arrow.ArrowException as error:
+        raise OSError(str(error)) from error
+
+
+def _need(module: str, path: Path) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UserError(f"reading {path} needs {module}: pip install 'longspec[train]'") from error
+
+
+def _size(row: dict[str, Any]) -> int:
+    """Roughly how many bytes a row holds: what is long in it is text."""
+    return sum(len(value) if isinstance(value, str) else 64 for value in row.values())

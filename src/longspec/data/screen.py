@@ -1,0 +1,98 @@
+"""What is not worth learning from: text that runs in a loop, and text that is there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A loop is a tail that repeats with a period of at most `_LONGEST_PERIOD` tokens, for two periods more and at
+# least `_LEAST_REPEATED` tokens: a table or a short refrain is none.
+_LONGEST_PERIOD = 128
+_LEAST_REPEATED = 24
+# A text is repetitive when so much of its runs of `_RUN` tokens stood in it before; short texts never are.
+_RUN = 4
+_MOST_REPEATS = 0.5
+_SHORT = 64
+# Near-duplicates: shingles of 3 tokens, 64 minima in 8 bands of 8. Two texts that share 90% of their shingles
+# are found with 99% probability, those that share half of them with 3%.
+_SHINGLE = 3
+_BANDS = 8
+_MINIMA = 64
+_REMEMBERED = 2**18
+
+
+def loop_start(tokens: NDArray[np.int64]) -> int | None:
+    """Where a text begins to repeat what stands right before it, up to its end; None where it does not."""
+    size = len(tokens)
+    for period in range(1, min(_LONGEST_PERIOD, size // 3) + 1):
+        if tokens[-1] != tokens[-1 - period]:
+            continue
+        differs = np.flatnonzero(tokens[period:] != tokens[:-period])
+        start = period + (int(differs[-1]) + 1 if len(differs) else 0)
+        if size - start >= max(2 * period, _LEAST_REPEATED):
+            return start
+    return None
+
+
+def is_repetitive(tokens: NDArray[np.int64]) -> bool:
+    """Whether most of a text stood in it before, be it not in one strict loop."""
+    runs = len(tokens) - _RUN + 1
+    if len(tokens) < _SHORT:
+        return False
+    different = len(np.unique(_hashed_runs(tokens, _RUN)))
+    return bool(1 - different / runs > _MOST_REPEATS)
+
+
+def signature(tokens: NDArray[np.int64], kind: int) -> NDArray[np.uint64]:
+    """Keys [8] of a text, of which near-duplicates of one kind share at least one."""
+    shingles = _hashed_runs(tokens, min(_SHINGLE, len(tokens)))
+    minima = ((shingles[:, None] * _factors()) >> np.uint64(16)).min(0).reshape(_BANDS, -1)
+    keys = np.arange(_BANDS, dtype=np.uint64) + np.uint64(_BANDS * kind)
+    for column in minima.T:
+        keys = _mixed(keys ^ column)
+    return keys
+
+
+class Seen:
+    """Remembers the texts that were kept: the last 262,144 of them, so that memory is bounded."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, None] = {}
+
+    def add(self, keys: NDArray[np.uint64]) -> bool:
+        """Remember a text by its `signature`; False, and nothing changes, where one like it is known."""
+        numbers = keys.tolist()
+        if any(key in self._keys for key in numbers):
+            return False
+        self.remember(numbers)
+        return True
+
+    def remember(self, keys: Iterable[int]) -> None:
+        """Take keys for known."""
+        for key in keys:
+            self._keys[key] = None
+            if len(self._keys) > _REMEMBERED * _BANDS:
+                del self._keys[next(iter(self._keys))]
+
+
+@cache
+def _factors() -> NDArray[np.uint64]:
+    return _mixed(np.arange(1, _MINIMA + 1, dtype=np.uint64)) | np.uint64(1)
+
+
+def _hashed_runs(tokens: NDArray[np.int64], length: int) -> NDArray[np.uint64]:
+    """A hash of each run of `length` tokens."""
+    hashed = np.zeros(len(tokens) - length + 1, np.uint64)
+    for place in range(length):
+        hashed = _mixed(hashed + tokens[place : place + len(hashed)].astype(np.uint64) + np.uint64(1))
+    return hashed
+
+
+def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64, whose products wrap around."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

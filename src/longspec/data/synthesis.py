@@ -1,0 +1,275 @@
+"""Shards of samples that the target writes: resumable, deterministic.
+
+A shard is a run of samples, written from an empty batch, so that a shard that is made again comes out the
+same. FOLDER/progress holds the settings and, per shard, what the next one must know, until all is done.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspec.data.pack import Document, pack_whole
+from longspec.data.samples import MODES, Sample, Script
+from longspec.data.screen import Seen
+from longspec.data.shards import (
+    Source,
+    finish,
+    is_finished,
+    read_info,
+    shard_folder,
+    write_shard,
+)
+from longspec.data.writer import Writer
+from longspec.errors import UserError
+from longspec.models.files import read_json, write_whole
+
+_PROGRESS = "progress"
+# A shard of fewer samples is hardly worth its start.
+_LEAST_SAMPLES = 16
+# What a sample is taken to bring before any is written.
+_FIRST_GUESS = 256
+_MARGIN = 1.02
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where samples go, and how many."""
+
+    folder: Path
+    num_tokens: int
+    """Shards are made until the dataset has at least so many."""
+    shard_samples: int
+    seq_length: int
+    vocab_size: int
+    pad_id: int
+    tokenizer: str
+    source: str
+    """What the text is said to come from; the mode is added."""
+    licence: str
+    settings: dict[str, Any]
+    """All that decides what is written; a folder is gone on with under the same ones only."""
+
+
+@dataclass
+class State:
+    """What is known between shards."""
+
+    num_shards: int = 0
+    next_sample: int = 0
+    num_tokens: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """Samples kept, cut, and dropped, by reason."""
+    seen: Seen = field(default_factory=Seen)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run made; speed and seconds are of this run, the rest of the dataset."""
+
+    folder: str
+    num_tokens: int
+    num_sequences: int
+    num_samples: int
+    kept: int
+    loops_cut: int
+    dropped: dict[str, int]
+    tokens_written: int
+    """Sampled by the target in this run, whether they were kept or not."""
+    seconds: float
+    tokens_per_second: float
+
+
+OnTokens = Callable[[int, float], None]
+"""Is told how many tokens the dataset has, those on their way included, and tokens sampled per second."""
+
+
+def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Check that a folder that is there was begun with these settings; returns them.
+
+    A batch of None stands for the one that it was begun with.
+    """
+    path = folder / _PROGRESS / "settings.json"
+    if is_finished(folder):
+        known: dict[str, Any] | None = read_info(folder).made_by.get("settings")
+    else:
+        known = read_json(path) if path.is_file() else None
+    if known is None and folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} holds something else; give an --output that is new or empty")
+    if known is None:
+        return settings
+    if settings["batch"] is None:
+        settings |= {"batch": known.get("batch")}
+    other = [
+        f"{name} {known.get(name)!r} there and {settings.get(name)!r} here"
+        for name in sorted(known | settings)
+        if known.get(name) != settings.get(name)
+    ]
+    if other:
+        raise UserError(f"{folder} was begun with {', '.join(other)}; use the same flags or another --output")
+    return settings
+
+
+def make_dataset(output: Output, script: Script, writer: Writer, on_tokens: OnTokens) -> Summary:
+    """Make the shards that are missing, and finish the dataset."""
+    folder, state, clock = output.folder, State(), _Clock(on_tokens)
+    (folder / _PROGRESS).mkdir(parents=True, exist_ok=True)
+    write_whole(folder / _PROGRESS / "settings.json", json.dumps(output.settings, indent=1).encode())
+    _recall(folder, state)
+    while state.num_tokens < output.num_tokens:
+        _make_shard(output, state, script, writer, clock)
+    made_by = {"command": "data synthesize", "settings": output.settings, "counts": dict(state.counts)}
+    finish(folder, state.num_shards, output.vocab_size, output.tokenizer, made_by)
+    shutil.rmtree(folder / _PROGRESS)
+    return summary_of(folder, clock.written, clock.seconds)
+
+
+def summary_of(folder: Path, tokens_written: int = 0, seconds: float = 0.0) -> Summary:
+    """What a finished dataset says of how it was made."""
+    info = read_info(folder)
+    counts = dict(info.made_by["counts"])
+    kept, cut = counts.pop("kept"), counts.pop("loops cut", 0)
+    return Summary(
+        folder=str(folder),
+        num_tokens=info.num_tokens,
+        num_sequences=info.num_sequences,
+        num_samples=kept + sum(counts.values()),
+        kept=kept,
+        loops_cut=cut,
+        dropped=counts,
+        tokens_written=tokens_written,
+        seconds=round(seconds, 2),
+        tokens_per_second=round(tokens_written / seconds, 1) if seconds else 0.0,
+    )
+
+
+class _Clock:
+    """Counts the tokens that are sampled, and the time."""
+
+    def __init__(self, on_tokens: OnTokens) -> None:
+        self._on_tokens, self._started = on_tokens, time.perf_counter()
+        self.written = 0
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._started
+
+    def tick(self, sampled: int, total: int) -> None:
+        self.written += sampled
+        self._on_tokens(total, self.written / self.seconds)
+
+
+def _make_shard(output: Output, state: State, script: Script, writer: Writer, clock: _Clock) -> None:
+    """Write the next samples, drop what is not worth keeping, and put the rest on disk."""
+    each = state.num_tokens / state.next_sample if state.num_tokens else _FIRST_GUESS
+    wanted = int(_MARGIN * (output.num_tokens - state.num_tokens) / each) + 1
+    number = min(max(wanted, _LEAST_SAMPLES), output.shard_samples)
+    samples = script.samples(state.next_sample, number)
+    remembered: list[NDArray[np.uint64]] = []
+    _write(samples, script, writer, state, remembered, clock)
+    for sample in samples:
+        if sample.dropped is None and not all(_keep(state.seen, remembered, keys) for keys in sample.answers):
+            sample.dropped = "near-duplicate"
+    counts = Counter("kept" if sample.dropped is None else sample.dropped for sample in samples)
+    kept = [sample for sample in samples if sample.dropped is None]
+    counts["loops cut"] = sum(sample.was_cut for sample in kept)
+    if not kept:
+        reasons = ", ".join(f"{number} {reason}" for reason, number in counts.items() if number)
+        raise UserError(
+            f"nothing of {len(samples)} samples could be kept ({reasons}); "
+            "give more prompts or documents, higher temperatures or another target"
+        )
+    state.next_sample += number
+    state.num_tokens += sum(len(sample.tokens) for sample in kept)
+    state.counts += counts
+    # First what the next shard must know: a shard that is there has it.
+    _note(output.folder, state, remembered)
+    documents = [
+        Document(np.array(sample.tokens, np.uint32), np.array(sample.roles, np.uint8)) for sample in kept
+    ]
+    packed = pack_whole(documents, output.seq_length, output.pad_id)
+    write_shard(output.folder, state.num_shards, packed, output.vocab_size, _sources(kept, output))
+    state.num_shards += 1
+
+
+def _write(
+    samples: list[Sample],
+    script: Script,
+    writer: Writer,
+    state: State,
+    remembered: list[NDArray[np.uint64]],
+    clock: _Clock,
+) -> None:
+    """Run the samples' jobs, wave by wave: first questions and first turns, then what comes after them."""
+    named = {sample.index: sample for sample in samples}
+    total = state.num_tokens
+    pending = [sample for sample in samples if sample.dropped is None]
+    while pending:
+        order = sorted(pending, key=lambda sample: (MODES.index(sample.mode), sample.index))
+        for written in writer.write(script.job(sample) for sample in order):
+            sample = named[written.job.key]
+            script.take(sample, written)
+            total += len(sample.tokens) if sample.finished else 0
+            clock.tick(len(written.tokens), total)
+        for sample in pending:
+            if sample.question is not None and not _keep(state.seen, remembered, sample.question):
+                sample.dropped = "near-duplicate"
+            sample.question = None
+        pending = [sample for sample in pending if sample.dropped is None and not sample.finished]
+
+
+def _keep(seen: Seen, remembered: list[NDArray[np.uint64]], keys: NDArray[np.uint64]) -> bool:
+    if new := seen.add(keys):
+        remembered.append(keys)
+    return new
+
+
+def _note(folder: Path, state: State, remembered: list[NDArray[np.uint64]]) -> None:
+    """Put down how things stand after a shard, before the shard itself appears."""
+    facts = {"next_sample": state.next_sample, "num_tokens": state.num_tokens, "counts": dict(state.counts)}
+    keys = np.concatenate(remembered) if remembered else np.zeros(0, np.uint64)
+    file = io.BytesIO()
+    np.savez(file, keys=keys, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8))
+    write_whole(_note_path(folder, state.num_shards), file.getvalue())
+
+
+def _recall(folder: Path, state: State) -> None:
+    """Take up the state after the last shard that is there."""
+    for index in count():
+        if not shard_folder(folder, index).exists():
+            return
+        path = _note_path(folder, index)
+        try:
+            with np.load(path) as note:
+                facts = json.loads(note["facts"].tobytes())
+                state.seen.remember(note["keys"].tolist())
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"cannot read {path}: {error}; remove {folder} and begin again") from error
+        state.num_shards = index + 1
+        state.next_sample, state.num_tokens = facts["next_sample"], facts["num_tokens"]
+        state.counts = Counter(facts["counts"])
+
+
+def _note_path(folder: Path, index: int) -> Path:
+    return folder / _PROGRESS / f"{shard_folder(folder, index).name}.npz"
+
+
+def _sources(kept: Iterable[Sample], output: Output) -> list[Source]:
+    sizes: dict[str, list[int]] = {}
+    for sample in kept:
+        sizes.setdefault(sample.mode, []).append(len(sample.tokens))
+    return [
+        Source(f"{output.source} ({mode})", output.licence, len(sizes[mode]), sum(sizes[mode]))
+        for mode in sorted(sizes)
+    ]

@@ -1,0 +1,106 @@
+"""The processes that tokenise, and the folder that one process at a time works in."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from longspec.data.encode import Bad, Encoded, Encoder, Recipe, encode_chunk
+from longspec.data.read import Chunk
+from longspec.errors import UserError
+
+# A worker's encoder: what a process pool sets up, its tasks can reach by no other way.
+_WORKER: list[Encoder] = []
+
+Done = tuple[Chunk, list[Encoded | Bad]]
+
+
+def encode_in_order(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Iterator[Done]:
+    """Each chunk with its outcomes, in order; with more than one worker in processes of their own."""
+    if workers <= 1:
+        for chunk in chunks:
+            yield chunk, encode_chunk(encoder, chunk)
+        return
+    pending: deque[tuple[Chunk, Future[list[Encoded | Bad]]]] = deque()
+    # Spawned, not forked: the tokenizer's library and torch have threads, which a fork would lose.
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (encoder.recipe, encoder.tokenizer))
+    try:
+        for chunk in chunks:
+            pending.append((chunk, pool.submit(_encode, chunk)))
+            if len(pending) > 2 * workers:  # bounds what is in memory
+                yield _next(pending)
+        while pending:
+            yield _next(pending)
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a worker process was ended from outside, perhaps for want of memory: run the same command again "
+            "with fewer --workers; it goes on where it was"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _next(pending: deque[tuple[Chunk, Future[list[Encoded | Bad]]]]) -> Done:
+    chunk, future = pending.popleft()
+    return chunk, future.result()
+
+
+def _start_worker(recipe: Recipe, tokenizer: Any) -> None:
+    """A worker leaves Ctrl-C to the process that started it, and ends when that one is gone.
+
+    The tokenizer comes along: to load it here would take about five times as long.
+    """
+    _WORKER.append(Encoder(recipe, tokenizer))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _encode(chunk: Chunk) -> list[Encoded | Bad]:
+    return encode_chunk(_WORKER[0], chunk)
+
+
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, state: str) -> Iterator[None]:
+    """Work in a folder that no other process works in; what was begun and came to no shard is removed."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file: name a folder with --output")
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another process is at work in {folder}: wait for it, or name another"
+            ) from error
+        try:
+            yield
+        finally:
+            if not any(folder.glob("shard-*")):
+                (folder / state).unlink(missing_ok=True)
+                if is_new:
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,109 @@
+"""From settings to what is trained: target, draft and data, each checked against the others."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from longspec import hub
+from longspec.config import DraftConfig
+from longspec.data.shards import tokenizer_fingerprint
+from longspec.errors import UserError
+from longspec.glide import GlideModel
+from longspec.prompts import PromptEncoder
+from longspec.train.checkpoints import draft_of
+from longspec.train.layout import Draws
+from longspec.train.samples import Mixture
+from longspec.train.schema import StageSettings, TrainSettings
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of."""
+
+    glide: GlideModel
+    mixture: Mixture
+    draws: Draws
+
+
+def build(settings: TrainSettings, model: DictConfig, device: torch.device, partitioned: bool) -> Parts:
+    """Load or make everything. A `partitioned` target waits on the CPU until it is spread."""
+    mixture = Mixture(settings.data.train, settings.stage.seq_length)
+    _check(settings, mixture)
+    glide = _glide(settings, model, torch.device("cpu") if partitioned else device)
+    config = glide.model.config
+    folder = hub.resolve(settings.target.path).folder
+    tokenizer = PromptEncoder(folder).tokenizer
+    mixture.check(config.vocab_size, tokenizer_fingerprint(tokenizer), settings.target.path)
+    draft = glide.draft_model
+    if draft.vocab_ids is not None and settings.draft.path is None:
+        ids = mixture.frequent(len(draft.vocab_ids), sorted(glide.eos_ids), config.vocab_size)
+        draft.vocab_ids.copy_(torch.from_numpy(ids))
+    draft.to(device)
+    return Parts(glide, mixture, _draws(settings.stage, draft.config, config.max_length))
+
+
+def _glide(settings: TrainSettings, model: DictConfig, device: torch.device) -> GlideModel:
+    from hydra.utils import call
+
+    shape = asdict(settings.draft)
+    path = shape.pop("path")
+    given: dict[str, Any] = {
+        "glide_path": None if path is None else draft_of(path),
+        "draft_config": shape,
+        "device": str(device),
+        "seed": settings.seed,
+    }
+    try:
+        built = call(model, **given)
+    except Exception as error:  # Hydra wraps what the call raises
+        cause = error.__cause__ if isinstance(error.__cause__, UserError) else error
+        if isinstance(cause, UserError):
+            raise cause from error
+        raise
+    if not isinstance(built, GlideModel):
+        raise UserError(f"model._target_ {model['_target_']} does not build a LlamaGlide or Qwen2Glide")
+    return built
+
+
+def _check(settings: TrainSettings, mixture: Mixture) -> None:
+    stage, data = settings.stage, settings.data
+    least = {
+        "stage.micro_batch": stage.micro_batch,
+        "stage.accumulation": stage.accumulation,
+        "saving.save_steps": settings.saving.save_steps,
+        "saving.keep": settings.saving.keep,
+        "saving.log_steps": settings.saving.log_steps,
+        "evaluation.gamma": settings.evaluation.gamma,
+        "evaluation.prompt_tokens": settings.evaluation.prompt_tokens,
+    }
+    for name, value in least.items():
+        if value < 1:
+            raise UserError(f"{name} is {value}; it must be at least 1")
+    if not 0 <= stage.soft <= 1:
+        raise UserError(f"stage.soft is {stage.soft}; it is a share, from 0 to 1")
+    if stage.lr <= 0:
+        raise UserError(f"stage.lr is {stage.lr}; it must be above 0")
+    if data.num_held_out < 0 or data.num_held_out >= len(mixture):
+        raise UserError(
+            f"data.num_held_out is {data.num_held_out} and data.train has {len(mixture)} sequences; "
+            "some must be left to train on"
+        )
+    if settings.evaluation.every and not data.num_held_out:
+        raise UserError("evaluation needs held-out sequences: set data.num_held_out, or evaluation.every=0")
+
+
+def _draws(stage: StageSettings, draft: DraftConfig, max_length: int) -> Draws:
+    room = max(0, max_length - stage.seq_length)
+    if stage.seq_length > max_length:
+        raise UserError(f"stage.seq_length {stage.seq_length} exceeds the target's context of {max_length}")
+    if stage.max_offset > room:
+        raise UserError(
+            f"stage.max_offset {stage.max_offset} leads beyond the target's context of {max_length}: with "
+            f"{stage.seq_length} tokens at most {room}"
+        )
+    offset = room if stage.max_offset < 0 else stage.max_offset
+    return Draws(draft.max_lag, draft.window, stage.num_sinks, offset)

@@ -1,0 +1,148 @@
+"""Checkpoints of a run: folders that are whole or not there.
+
+RUN/checkpoints/step-00000200/
+    state.json      the step and what must not change; its list of files tells a whole checkpoint
+    draft/          the draft as decoding loads it
+    engine/         DeepSpeed's own files, which are pickles: trust only those you made
+    random.pt       the random states of each process
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from longspec.errors import UserError
+from longspec.models.files import read_json, write_whole
+
+_STATE = "state.json"
+_STAGES = "stages.json"
+_NAME = re.compile(r"step-(\d{8})")
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def building_folder(run: Path, step: int) -> Path:
+    """Where it is while it is written."""
+    return run / "checkpoints" / f".building-{step:08d}"
+
+
+def newest(run: Path) -> Path | None:
+    """The newest whole checkpoint; damaged ones are skipped with a warning."""
+    found = sorted(
+        (path for path in (run / "checkpoints").glob("step-*") if _NAME.fullmatch(path.name)), reverse=True
+    )
+    for path in found:
+        problem = _problem(path)
+        if problem is None:
+            return path
+        warnings.warn(f"the checkpoint {path} is skipped: {problem}", stacklevel=2)
+    return None
+
+
+def _problem(path: Path) -> str | None:
+    """What a checkpoint lacks."""
+    try:
+        files = json.loads((path / _STATE).read_text())["files"]
+    except (OSError, ValueError, KeyError):
+        return f"it has no readable {_STATE}"
+    for name, size in files.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != size:
+            return f"{name} is missing or cut short"
+    return None
+
+
+def finish(run: Path, step: int, state: dict[str, Any], keep: int) -> Path:
+    """Turn what was written into the checkpoint of a step, and drop all but the last `keep`."""
+    building, goal = building_folder(run, step), folder_of(run, step)
+    for script in building.glob("zero_to_*.py"):  # DeepSpeed's converters; `draft/` needs none
+        script.unlink()
+    files = {
+        str(path.relative_to(building)): path.stat().st_size for path in building.rglob("*") if path.is_file()
+    }
+    for name in files:
+        with open(building / name, "rb") as file:
+            os.fsync(file.fileno())
+    write_whole(building / _STATE, json.dumps(state | {"step": step, "files": files}, indent=1).encode())
+    if goal.exists():  # damaged, or this run would not have come here
+        shutil.rmtree(goal)
+    building.rename(goal)
+    for path in sorted((run / "checkpoints").glob("step-*"))[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)
+    return goal
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What `finish` was given, with the step."""
+    return read_json(checkpoint / _STATE)
+
+
+def sweep(run: Path) -> None:
+    """Remove what a killed run left half-written."""
+    for leftover in (run / "checkpoints").glob(".building-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def save_random_states(path: Path) -> None:
+    """Every random state of this process."""
+    states = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    torch.save(states, path)
+
+
+def load_random_states(path: Path) -> None:
+    """Go on from them."""
+    try:
+        states = torch.load(path, weights_only=False)
+    except (OSError, RuntimeError, EOFError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    torch.set_rng_state(states["torch"])
+    np.random.set_state(states["numpy"])
+    random.setstate(states["python"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def note_stages(run: Path, names: list[str]) -> None:
+    """Say which stages a run consists of, each a run in a folder of its own."""
+    run.mkdir(parents=True, exist_ok=True)
+    write_whole(run / _STAGES, json.dumps({"stages": names}).encode())
+
+
+def stage_runs(run: Path) -> list[Path]:
+    """The runs of which a run consists: its stages so far, or itself."""
+    if not (run / _STAGES).is_file():
+        return [run]
+    folders = [run / name for name in read_json(run / _STAGES)["stages"]]
+    return [folder for folder in folders if (folder / "checkpoints").is_dir()]
+
+
+def newest_of(run: Path) -> Path:
+    """The newest whole checkpoint of the newest stage of a run."""
+    runs = stage_runs(run)
+    checkpoint = newest(runs[-1]) if runs else None
+    if checkpoint is None:
+        raise UserError(f"the run {run} has no whole checkpoint to take a draft from")
+    return checkpoint
+
+
+def draft_of(path: str) -> str:
+    """A draft by the path that a user gives: a run stands for the draft of its newest checkpoint."""
+    run = Path(path).expanduser()
+    if not (run / "checkpoints").is_dir() and not (run / _STAGES).is_file():
+        return path
+    return str(newest_of(run) / "draft")

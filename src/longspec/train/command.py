@@ -1,0 +1,169 @@
+"""Train a draft for a target; settings are Hydra overrides.
+
+longspec train data.train=[data/mine] run=outputs/mine      SmolLM2, stage base, one process
+longspec train experiment=smollm2_cpu_tiny stage=all        three stages in a row
+longspec train target=llama target.path=./my-llama draft=glide_plus stage=base data.train=[data/mine]
+longspec train stage=long draft.path=outputs/mine data.train=[data/long] run=outputs/mine-long
+longspec train run=outputs/mine resume=latest ...           go on after a crash, with the same settings
+longspec train --cfg job experiment=...                     print the settings and stop
+
+Several processes: torchrun --nproc-per-node 8 -m longspec.train ..., or the deepspeed launcher.
+Groups: target, draft, stage (base, long, cot, all), data, deepspeed, logger, experiment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from longspec.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `longspec train` and of `python -m longspec.train`."""
+    parser.add_argument("overrides", nargs="*", metavar="NAME=VALUE", help="settings, as Hydra reads them")
+    parser.add_argument(
+        "--config-name",
+        "-cn",
+        default="train",
+        metavar="NAME",
+        help="a ready experiment, or train (the default)",
+    )
+    parser.add_argument(
+        "--config-dir", "-cd", metavar="FOLDER", help="where groups of your own are looked up too"
+    )
+    parser.add_argument("--cfg", choices=["job"], help="print the settings that would be used, and stop")
+    # The deepspeed launcher passes it; the environment says the same.
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    os.environ.setdefault("LOCAL_RANK", str(arguments.local_rank))
+    overrides = list(arguments.overrides)
+    if arguments.config_name != "train":
+        overrides.insert(0, f"experiment={arguments.config_name}")
+    if "stage=all" in overrides:
+        overrides.remove("stage=all")
+        return _run_stages(overrides, arguments)
+    config = compose_config(overrides, arguments.config_dir)
+    if arguments.cfg:
+        _print_config(config)
+        return 0
+    from longspec.train.trainer import train
+
+    _say(f"done: {train(_complete(config))}")
+    return 0
+
+
+def _run_stages(overrides: list[str], arguments: argparse.Namespace) -> int:
+    """Each stage of the experiment, from the draft of the one before."""
+    whole = compose_config(overrides, arguments.config_dir)
+    if not whole.stages:
+        raise UserError("stage=all: these settings name no stages")
+    folder, previous = Path(whole.run), whole.draft.path
+    configs = []
+    for name, settings in whole.stages.items():
+        # What the user gave comes last and wins; names and places are the stage's own.
+        own = [f"name={whole.name}_{name}", f"run={folder / str(name)}"]
+        own += [] if previous is None else [f"draft.path={previous}"]
+        configs.append(
+            compose_config([*_groups(overrides), *settings, *_values(overrides), *own], arguments.config_dir)
+        )
+        previous = folder / str(name)
+    if arguments.cfg:
+        for config in configs:
+            _print_config(config)
+        return 0
+    from longspec.train.checkpoints import note_stages
+    from longspec.train.trainer import train
+
+    if os.environ.get("RANK", "0") == "0":
+        note_stages(folder, [str(name) for name in whole.stages])
+    for config in configs:
+        _say(f"done: {train(_complete(config))}")
+    return 0
+
+
+def _groups(overrides: list[str]) -> list[str]:
+    """The overrides that choose the experiment: a stage's own settings build on it."""
+    return [one for one in overrides if one.lstrip("+").startswith("experiment=")]
+
+
+def _values(overrides: list[str]) -> list[str]:
+    return [one for one in overrides if one not in _groups(overrides)]
+
+
+def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> Any:
+    """The settings as Hydra composes them from the groups and these overrides."""
+    try:
+        from hydra import compose, initialize_config_module
+        from hydra.core.config_store import ConfigStore
+        from hydra.errors import HydraException
+        from omegaconf.errors import OmegaConfBaseException
+    except ImportError as error:
+        raise UserError(f"training needs Hydra: pip install 'longspec[train]' ({error})") from error
+    from longspec.train.schema import TrainSettings
+
+    ConfigStore.instance().store(name="schema", node=TrainSettings)
+    extra = []
+    if config_dir is not None:
+        if not Path(config_dir).is_dir():
+            raise UserError(f"--config-dir {config_dir} is not a folder")
+        extra = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
+    try:
+        with initialize_config_module("longspec.conf", version_base="1.3"):
+            return compose("train", [*overrides, *extra])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"settings: {_reason(error)}") from error
+
+
+def _complete(config: Any) -> Any:
+    """Refuse settings in which something that must be given is not."""
+    from omegaconf import OmegaConf
+
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise UserError(f"settings: {missing[0]} must be given, as {missing[0]}=...")
+    return config
+
+
+def _reason(error: BaseException) -> str:
+    """What Hydra says, without its advice to append unknown keys."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    if error.__cause__ is not None:
+        lines += [line.strip() for line in str(error.__cause__).splitlines()]
+    if "Config search path:" in lines:
+        lines = lines[: lines.index("Config search path:")]
+    noise = ("To append", "full_key", "object_type", "reference_type")
+    return " ".join(dict.fromkeys(line for line in lines if line and not line.startswith(noise)))
+
+
+def _print_config(config: Any) -> None:
+    from omegaconf import OmegaConf
+
+    print(OmegaConf.to_yaml(config), end="")
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m longspec.train`: what `longspec train` does, under any launcher."""
+    parser = argparse.ArgumentParser(
+        prog="python -m longspec.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(argv))
+    except UserError as error:
+        print(f"longspec: error: {error}", file=sys.stderr)
+        return 2

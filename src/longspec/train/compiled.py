@@ -1,0 +1,30 @@
+"""torch.compile for training on a GPU: what lies between the attention kernels, fused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from longspec.models.draft import GlideDraft
+from longspec.models.target import Transformer
+from longspec.train.losses import Chunk, one_chunk
+
+
+def compile_layers(target: Transformer, draft: GlideDraft) -> Chunk:
+    """Replace the parts of the layers by compiled ones; returns the same for a chunk of the loss.
+
+    A part sees its weights as inputs, so that all layers of the target share one compilation.
+    """
+    for block in target.blocks:
+        _compile(block, "enter", "leave")
+    _compile(draft, "project", "query", "finish")
+    # Chunks differ in size at the end of a batch: sizes are symbols.
+    return torch.compile(one_chunk, dynamic=True)
+
+
+def _compile(module: nn.Module, *names: str) -> None:
+    for name in names:
+        part: Any = torch.compile(getattr(module, name), dynamic=False)
+        setattr(module, name, part)

@@ -1,0 +1,120 @@
+"""Acceptance as decoding will see it, without decoding.
+
+On text that the target wrote greedily a drafted token is accepted if and only if it is the text's next
+token, and a chain goes on only over accepted tokens. So one pass of the draft per lag over the whole text
+tells what every possible round would accept, and walking through it gives the rounds of decoding itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from longspec.data.collate import collate
+from longspec.data.shards import Packed, Role
+from longspec.decoding.choose import Sampling
+from longspec.decoding.loop import decode, start
+from longspec.decoding.methods.vanilla import Vanilla
+from longspec.decoding.row import Row
+from longspec.models.files import write_whole
+from longspec.models.target import Transformer
+from longspec.train.layout import head_rows, lay_out
+from longspec.train.losses import score
+from longspec.train.objective import Objective
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt and what the target says to it."""
+
+    prompt: list[int]
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What a greedy chain of `gamma` tokens would do."""
+
+    chain: list[float]
+    """Share of the rounds in which the token at depth 1, 2, ... is accepted."""
+    tau: float
+
+
+def prompts_of(sequences: Sequence[Packed], num_tokens: int) -> list[list[int]]:
+    """The beginnings of held-out sequences: a whole question where there is one, else some tokens."""
+    prompts = []
+    for one in sequences:
+        end = int(one.starts[1]) if len(one.starts) > 1 else len(one.tokens)
+        if one.roles[0] == Role.PROMPT:
+            end = min(end, int(np.argmax(one.roles != Role.PROMPT)) or end)
+        else:
+            end = min(end, num_tokens)
+        prompts.append(one.tokens[:end].tolist())
+    return prompts
+
+
+def continuations(
+    target: Transformer, prompts: list[list[int]], num_tokens: int, eos_ids: frozenset[int]
+) -> list[Continuation]:
+    """Let the target continue each prompt greedily."""
+    rows = [Row(prompt, 0, num_tokens, eos_ids) for prompt in prompts]
+    capacity = max(map(len, prompts)) + num_tokens + 1
+    state = start(target, target.new_cache(len(rows), capacity), rows, Sampling())
+    for _ in decode(state, Vanilla()):
+        pass
+    return [Continuation(row.prompt, row.tokens) for row in rows]
+
+
+def save_continuations(path: Path, texts: list[Continuation]) -> None:
+    """Keep them for the rest of the run."""
+    write_whole(path, json.dumps([asdict(text) for text in texts]).encode())
+
+
+def load_continuations(path: Path) -> list[Continuation]:
+    """Read them again."""
+    return [Continuation(**text) for text in json.loads(path.read_text())]
+
+
+@torch.no_grad()
+def chain_acceptance(objective: Objective, texts: Sequence[Continuation], gamma: int) -> Acceptance:
+    """Accepted tokens per depth and tau of a greedy chain on these texts."""
+    rounds = kept = 0
+    accepted = np.zeros(gamma, np.int64)
+    for text in texts:
+        hits = _hits(objective, text, gamma)
+        root, last = len(text.prompt), len(text.prompt) + len(text.tokens) - 1
+        kept += last - root
+        while root < last:
+            depth = 0
+            while depth < gamma and root + depth < last and hits[depth][root + depth]:
+                depth += 1
+            rounds += 1
+            accepted[:depth] += 1
+            root += depth + 1
+    return Acceptance((accepted / max(rounds, 1)).tolist(), kept / max(rounds, 1))
+
+
+def _hits(objective: Objective, text: Continuation, gamma: int) -> list[list[bool]]:
+    """For each lag up to gamma, at every token, whether the draft would name the next one."""
+    tokens = np.array(text.prompt + text.tokens)
+    whole = Packed(tokens, np.full(len(tokens), Role.TEXT, np.uint8), np.zeros(1, np.int32))
+    target, draft = objective.target, objective.draft
+    device = next(draft.parameters()).device
+    rows = head_rows(draft.vocab_ids, target.config.vocab_size)
+    batch, begin = collate([whole], "base", False), len(text.prompt)
+    layouts = [lay_out(batch, [lag], [0], 0, rows, device) for lag in range(1, gamma + 1)]
+    hidden, kv = objective.read(layouts[0])  # the lag is the draft's alone
+    found = []
+    with objective.gather([target.embedding, target.head.weight]):
+        for layout in layouts:
+            drafted = objective.draft_hidden(layout, hidden, kv)[0, begin:]
+            best = score(drafted, objective.head()).argmax(-1)
+            named = best if draft.vocab_ids is None else draft.vocab_ids[best]
+            right = named[:-1] == layout.tokens[0, begin + 1 :]
+            found.append([False] * begin + right.tolist() + [False])
+    return found

@@ -1,0 +1,164 @@
+"""A run becomes a draft folder that decoding loads, with a model card that says how it was made."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from longspec import hub
+from longspec.data.shards import Source, read_info
+from longspec.errors import UserError
+from longspec.models.draft_files import PUBLISHED_FILE
+from longspec.models.files import read_json, write_whole
+from longspec.models.placement import DTYPES
+from longspec.train.checkpoints import newest_of, read_state, stage_runs
+from longspec.train.report import read_metrics
+from longspec.train.trainer import CONFIG
+
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja"),
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a draft's training, as its run tells it."""
+
+    config: dict[str, Any]
+    state: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    sources: list[Source]
+
+
+def export(run: Path, output: Path, dtype: str = "auto") -> Path:
+    """Write the draft of a run's newest checkpoint to `output`: whole, or not at all."""
+    from safetensors.torch import load_file, save
+
+    checkpoint = newest_of(run)
+    if output.exists() and any(output.iterdir()):
+        raise UserError(f"{output} is not empty: give a new folder")
+    stages = [_stage(folder) for folder in _lineage(stage_runs(run)[-1])]
+    last = stages[-1].config
+    building = output.with_name(f".building-{output.name}")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    try:
+        tensors = load_file(checkpoint / "draft" / "model.safetensors")
+        kind = _dtype(dtype, last)
+        cast = {name: t.to(kind) if t.is_floating_point() else t for name, t in tensors.items()}
+        write_whole(building / "model.safetensors", save(cast, {"format": "pt"}))
+        pickled = io.BytesIO()
+        torch.save(cast, pickled)
+        write_whole(building / PUBLISHED_FILE, pickled.getvalue())
+        shutil.copy(checkpoint / "draft" / "config.json", building)
+        _copy_tokenizer(last["target"]["path"], building)
+        training = yaml.safe_dump_all([stage.config for stage in stages], sort_keys=False)
+        write_whole(building / "training.yaml", training.encode())
+        card = model_card(stages, read_json(checkpoint / "draft" / "config.json"))
+        write_whole(building / "README.md", card.encode())
+        if output.exists():
+            output.rmdir()
+        building.rename(output)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    return output
+
+
+def _dtype(name: str, config: dict[str, Any]) -> torch.dtype:
+    if name == "auto":
+        name = config["target"]["dtype"]
+    if name == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    if name not in DTYPES:
+        raise UserError(f"dtype {name!r} is unknown; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _lineage(run: Path) -> list[Path]:
+    """The runs that led to this one, first to last, as far as they are still there."""
+    runs: list[Path] = []
+    following: Path | None = run
+    while following is not None and (following / CONFIG).is_file() and following not in runs:
+        runs.insert(0, following)
+        before = yaml.safe_load((following / CONFIG).read_text())["draft"]["path"]
+        following = None if before is None else Path(before)
+        if following is not None and following.is_dir():
+            following = stage_runs(following)[-1] if stage_runs(following) else None
+    return runs
+
+
+def _stage(run: Path) -> Stage:
+    config = yaml.safe_load((run / CONFIG).read_text())
+    sources = []
+    for folder in config["data"]["train"]:
+        try:
+            sources += read_info(Path(folder)).sources
+        except UserError:  # moved or removed since: the card says what is known
+            sources.append(Source(f"{folder} (no longer there)", "unknown", 0, 0))
+    return Stage(config, read_state(newest_of(run)), read_metrics(run / "metrics.jsonl"), sources)
+
+
+def _copy_tokenizer(target: str, folder: Path) -> None:
+    source = hub.resolve(target).folder
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copy(source / name, folder)
+
+
+def model_card(stages: list[Stage], draft: dict[str, Any]) -> str:
+    """The README of an exported draft."""
+    target = stages[-1].config["target"]["path"]
+    chain = draft["acceptance"].get("chain", [])
+    lines = [
+        f"# A GLIDE draft for {target}",
+        "",
+        f"One decoder layer that drafts for `{target}`. Use it with longspec:",
+        "",
+        "```",
+        f'longspec generate --target {target} --draft THIS_FOLDER "Why is the sky blue?"',
+        "```",
+        "",
+        "## Shape",
+        "",
+        *(f"- {name}: {value}" for name, value in draft["draft"].items()),
+        "",
+        "## Training",
+        "",
+        "| stage | tokens per sequence | steps | tokens | learning rate | last loss | tau of a chain |",
+        "|---|---|---|---|---|---|---|",
+        *(_row(stage) for stage in stages),
+        "",
+    ]
+    if chain:
+        shares = ", ".join(f"{share:.3f}" for share in chain)
+        lines += [f"Share of rounds with the token at depth 1, 2, ... accepted, held out: {shares}.", ""]
+    lines += ["## Data", "", "| source | licence | documents | tokens |", "|---|---|---|---|"]
+    for source in dict.fromkeys(source for stage in stages for source in stage.sources):
+        documents, tokens = f"{source.num_documents:,}", f"{source.num_tokens:,}"
+        lines.append(f"| {source.name} | {source.licence} | {documents} | {tokens} |")
+    lines += ["", "The settings of every stage are in `training.yaml`.", ""]
+    return "\n".join(lines)
+
+
+def _row(stage: Stage) -> str:
+    losses = [line["loss"] for line in stage.metrics if "loss" in line]
+    taus = [line["eval_tau"] for line in stage.metrics if "eval_tau" in line]
+    settings, state = stage.config["stage"], stage.state
+    cells = (
+        settings["name"],
+        f"{settings['seq_length']:,}",
+        f"{state['step']:,}",
+        f"{state['tokens']:,}",
+        f"{settings['lr']:g}",
+        f"{losses[-1]:.3f}" if losses else "",
+        f"{taus[-1]:.2f}" if taus else "",
+    )
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,109 @@
+"""The loss over a large frozen head, chunk by chunk: the scores of all tokens never exist at once.
+
+The head is frozen, so the gradient of the hidden states is all that is asked for, and it is known as soon
+as a chunk's scores are: it is computed on the way forward, and nothing of a chunk is kept.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Scores held at a time, in bytes of fp32: small enough for a laptop, large enough for a GPU to be busy.
+_CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}
+
+
+Chunk = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+
+
+def one_chunk(
+    hidden: Tensor, head: Tensor, labels: Tensor, teacher: Tensor | None, soft: float
+) -> tuple[Tensor, Tensor]:
+    """The loss of some queries, and its gradient by their scores [m, V']."""
+    log_q = F.log_softmax(score(hidden, head), -1)
+    label_log_q = log_q.gather(1, labels[:, None])
+    loss = -(1 - soft) * label_log_q.sum()
+    by_score = log_q.exp()
+    if teacher is not None:
+        log_p = F.log_softmax(score(teacher, head), -1)
+        p = log_p.exp()
+        loss = loss + soft * (p * (log_p - log_q)).sum()
+        by_score = by_score - soft * p
+    by_score = by_score.scatter_add(1, labels[:, None], label_log_q.new_full((len(labels), 1), soft - 1))
+    return loss, by_score.to(head.dtype)
+
+
+def head_loss(
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    teacher: Tensor | None = None,
+    soft: float = 0.0,
+    chunk: Chunk = one_chunk,
+) -> Tensor:
+    """The sum over M queries of (1 - soft) * cross-entropy + soft * KL divergence, fp32.
+
+    hidden [M, E] is the draft's, head [V', E] the rows of the target's head that it uses, labels [M] number
+    those rows. teacher [M, E] holds the target's hidden states at the queries: its scores over the same
+    rows are the soft targets. Gradients flow to `hidden` alone. `chunk` is `one_chunk`, or compiled.
+    """
+    if soft and teacher is None:
+        raise ValueError("soft targets need the target's hidden states")
+    if not soft and hidden.is_cuda and importlib.util.find_spec("liger_kernel"):
+        return _liger(hidden, head, labels)
+    loss: Tensor = _ChunkedLoss.apply(hidden, head, labels, teacher, soft, chunk)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _liger(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return LigerFusedLinearCrossEntropyLoss(reduction="sum")(head, hidden, labels)
+
+
+def score(hidden: Tensor, head: Tensor) -> Tensor:
+    """Scores [M, V'] in fp32 of hidden states [M, E]."""
+    if hidden.dtype == torch.float32:
+        return hidden @ head.T
+    if hidden.is_cuda:
+        return torch.mm(hidden, head.T, out_dtype=torch.float32)
+    return (hidden @ head.T).float()
+
+
+def chunk_rows(num_scores: int, device: torch.device) -> int:
+    """How many queries' scores are computed at a time."""
+    return max(64, _CHUNK_BYTES.get(device.type, 2**26) // (4 * num_scores))
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        labels: Tensor,
+        teacher: Tensor | None,
+        soft: float,
+        chunk: Chunk,
+    ) -> Tensor:
+        total = hidden.new_zeros((), dtype=torch.float32)
+        gradient = torch.empty_like(hidden)
+        rows = chunk_rows(len(head), hidden.device)
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            soft_part = None if teacher is None or not soft else teacher[part]
+            loss, by_score = chunk(hidden[part], head, labels[part], soft_part, soft)
+            total += loss
+            torch.mm(by_score, head, out=gradient[part])
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Any) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outputs[0].to(gradient.dtype), *5 * (None,)

@@ -1,0 +1,143 @@
+"""What the draft learns: the next token, seeing of the target what it will see when it drafts.
+
+The frozen target reads the batch once, without gradients; its keys and values of the cross layers and its
+final hidden states, shifted by each row's lag, are what the draft is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspec.attention.packed import Pieces, attend_packed
+from longspec.models.draft import GlideDraft
+from longspec.models.target import Transformer
+from longspec.train.layout import Layout
+from longspec.train.losses import Chunk, head_loss, one_chunk, score
+
+Gather = Callable[[list[Tensor]], AbstractContextManager[None]]
+"""Makes weights whole that are spread over processes, for as long as the context lasts."""
+# Queries of a batch whose best tokens are compared with the target's, for the progress line.
+_PROBES = 256
+
+
+@dataclass
+class TargetPass:
+    """A training pass of the target: every document by itself; the keys and values asked for are kept."""
+
+    rope: tuple[Tensor, Tensor]
+    documents: Pieces
+    keep: tuple[int, ...]
+    whole: Callable[[Tensor], Tensor] = lambda heads: heads
+    """Joins the KV heads of all processes where each holds some."""
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `ForwardPass.attend`."""
+        if layer in self.keep:
+            self.kept[layer] = self.whole(k), self.whole(v)
+        return attend_packed(q, k, v, self.documents)
+
+
+@dataclass(frozen=True)
+class LaggedAttention:
+    """The draft's attention in training: its own window, and the target's KV as far as the lag allows."""
+
+    layout: Layout
+    window: int
+    shifted: list[tuple[Tensor, Tensor]]
+    """Keys and values [B, T, K, D] of each cross layer; a query's own place holds what it sees last."""
+
+    def attend_self(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `DraftAttention.attend_self`."""
+        return attend_packed(q, k, v, self.layout.own, self.window)
+
+    def attend_cross(self, index: int, q: Tensor) -> Tensor:
+        """See `DraftAttention.attend_cross`. A query with nothing to see gets zero."""
+        out = attend_packed(q, *self.shifted[index], self.layout.lagged)
+        return out * self.layout.sees[:, :, None, None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one batch gave."""
+
+    loss: Tensor
+    """Summed over the queries that count; it carries the gradient."""
+    probes: Tensor
+    """[R, 3] fp32: of some queries, whether the draft's best token is the target's, the target's own
+    cross-entropy, and the row."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Loss of a draft on laid-out batches."""
+
+    target: Transformer
+    draft: GlideDraft
+    """Which weights there are; to be called through `run_draft`."""
+    soft: float = 0.0
+    """Share of the KL divergence from the target in the loss; the rest is cross-entropy with the text."""
+    run_target: Callable[..., Tensor] | None = None
+    """The target, where something wraps it."""
+    run_draft: Callable[..., Tensor] | None = None
+    gather: Gather = lambda weights: nullcontext()
+    whole: Callable[[Tensor], Tensor] = lambda heads: heads
+    chunk: Chunk = one_chunk
+
+    def read(self, layout: Layout) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The target's hidden states [B, T, E] and the keys and values of the cross layers."""
+        layers = self.draft.config.layers_of(self.target.config)
+        self.target.rope.reserve(layout.max_position + 1)
+        run = TargetPass(self.target.rope(layout.positions), layout.documents, layers, self.whole)
+        with torch.no_grad():
+            hidden = (self.run_target or self.target)(layout.tokens, run)
+        return hidden, [run.kept[layer] for layer in layers]
+
+    def draft_hidden(self, layout: Layout, hidden: Tensor, kv: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The draft's hidden states [B, T, E] at every query."""
+        rows = torch.arange(len(layout.tokens), device=layout.tokens.device)[:, None]
+
+        def shift(values: Tensor) -> Tensor:
+            return values[rows, layout.source]
+
+        feature = shift(hidden) * layout.sees[:, :, None] if self.draft.config.use_feature else None
+        shifted = [(shift(k), shift(v)) for k, v in kv]
+        attention = LaggedAttention(layout, self.draft.config.window, shifted)
+        x = F.embedding(layout.tokens, self.target.embedding)
+        rope = self.target.rope(layout.positions)
+        return (self.run_draft or self.draft)(x, rope, attention, feature)
+
+    def __call__(self, layout: Layout) -> Outcome:
+        """The loss of one batch."""
+        hidden, kv = self.read(layout)
+        with self.gather([self.target.embedding, self.target.head.weight]):
+            drafted = self.draft_hidden(layout, hidden, kv).flatten(0, 1)[layout.queries]
+            teacher = hidden.flatten(0, 1)[layout.queries]
+            loss = head_loss(drafted, self.head(), layout.labels, teacher, self.soft, self.chunk)
+            return Outcome(loss, self._probe(layout, drafted, teacher))
+
+    def head(self) -> Tensor:
+        """The rows of the target's head that the draft uses."""
+        ids, weight = self.draft.vocab_ids, self.target.head.weight
+        return weight if ids is None else weight[ids]
+
+    @torch.no_grad()
+    def _probe(self, layout: Layout, drafted: Tensor, teacher: Tensor) -> Tensor:
+        """See `Outcome.probes`."""
+        count = len(layout.labels)
+        some = torch.linspace(0, max(count - 1, 0), min(count, _PROBES), device=drafted.device).long()
+        ids, labels = self.draft.vocab_ids, layout.labels[some]
+        best = score(drafted[some], self.head()).argmax(-1)
+        scores = score(teacher[some], self.target.head.weight)
+        if ids is not None:
+            best, labels = ids[best], ids[labels]
+        right = best == scores.argmax(-1)
+        own_loss = F.cross_entropy(scores, labels, reduction="none")
+        rows = layout.queries[some] // layout.tokens.shape[1]
+        return torch.stack((right.float(), own_loss, rows.float()), 1)

@@ -1,0 +1,167 @@
+"""What a run says of itself: a bar for people, lines of JSON always, TensorBoard and wandb on request."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from longspec.errors import UserError
+from longspec.train.schema import LoggerSettings
+
+Values = dict[str, Any]
+METRICS = "metrics.jsonl"
+
+
+class Logger(Protocol):
+    """Somewhere to write figures."""
+
+    def log(self, step: int, values: Values) -> None:
+        """Write the figures of a step."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        ...
+
+
+class JsonLines:
+    """One object per line. What lies past the step that a run goes on from is taken back."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        kept = [] if not first_step else [line for line in read_metrics(path) if line["step"] <= first_step]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self._file = open(path, "a")  # noqa: SIM115 - closed by close()
+
+    def log(self, step: int, values: Values) -> None:
+        """See `Logger.log`."""
+        self._file.write(json.dumps({"step": step} | values) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """See `Logger.close`."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard."""
+
+    def __init__(self, run: Path, first_step: int) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise UserError(f"logger.tensorboard needs: pip install tensorboard ({error})") from error
+        self._writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1)
+
+    def log(self, step: int, values: Values) -> None:
+        """See `Logger.log`."""
+        for name, value in flat(values).items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """See `Logger.close`."""
+        self._writer.close()
+
+
+class WandB:
+    """Weights and Biases; offline it asks for no login and writes to RUN/wandb."""
+
+    def __init__(self, run: Path, settings: LoggerSettings, config: Values) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(f"logger.wandb needs: pip install 'longspec[wandb]' ({error})") from error
+        self._run = wandb.init(
+            project=settings.project,
+            name=run.name,
+            dir=str(run),
+            mode=settings.wandb,  # type: ignore[arg-type]
+            config=config,
+            resume="allow",
+        )
+
+    def log(self, step: int, values: Values) -> None:
+        """See `Logger.log`."""
+        self._run.log(flat(values), step=step)
+
+    def close(self) -> None:
+        """See `Logger.close`."""
+        self._run.finish()
+
+
+def make_loggers(run: Path, settings: LoggerSettings, config: Values, first_step: int) -> list[Logger]:
+    """Those that are asked for; the lines of JSON always."""
+    if settings.wandb not in ("online", "offline", "disabled"):
+        raise UserError(f"logger.wandb is {settings.wandb!r}; use online, offline or disabled")
+    loggers: list[Logger] = [JsonLines(run / METRICS, first_step)]
+    if settings.tensorboard:
+        loggers.append(TensorBoard(run, first_step))
+    if settings.wandb != "disabled":
+        loggers.append(WandB(run, settings, config))
+    return loggers
+
+
+def read_metrics(path: Path) -> list[Values]:
+    """The lines of a run's metrics; one that a kill cut short is left out."""
+    if not path.is_file():
+        return []
+    lines = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # only the last line can be incomplete
+            lines.append(json.loads(line))
+    return lines
+
+
+def flat(values: Values) -> dict[str, float]:
+    """Figures by names such as acceptance/lag_2."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= {f"{name}/{inner}": float(figure) for inner, figure in value.items()}
+        elif isinstance(value, list):
+            found |= {f"{name}/{index + 1}": float(figure) for index, figure in enumerate(value)}
+        elif value is not None:
+            found[name] = float(value)
+    return found
+
+
+@contextlib.contextmanager
+def training_bar(label: str, total: int, done: int, show: bool) -> Iterator[Any]:
+    """A bar over the steps; yields `update(step, values)`. Without a terminal a line now and then."""
+    if not show:
+        yield lambda step, values: None
+        return
+    if not sys.stderr.isatty():
+        yield lambda step, values: print(
+            f"{label} {step}/{total} {summary(values)}", file=sys.stderr, flush=True
+        )
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[figures]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(label, total=total, completed=done, figures="")
+        yield lambda step, values: progress.update(task, completed=step, figures=summary(values))
+
+
+def summary(values: Values) -> str:
+    """The figures of a step in one line."""
+    parts = []
+    if "loss" in values:
+        parts += [f"loss {values['loss']:.3f}", f"target {values['target_loss']:.3f}"]
+        by_lag = " ".join(f"{share:.2f}" for share in values["acceptance"].values())
+        parts += [f"acceptance {by_lag}", f"{values['tokens_per_second']:,.0f} tokens/s"]
+    if "eval_tau" in values:
+        parts.append(f"tau {values['eval_tau']:.2f}")
+    return ", ".join(parts)

@@ -1,0 +1,69 @@
+"""Which sequences a step sees: known from the step alone, whatever the number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspec.data.shards import Dataset, Packed
+from longspec.errors import UserError
+
+
+class Mixture:
+    """Several datasets as one."""
+
+    def __init__(self, folders: Sequence[str], seq_length: int) -> None:
+        if not folders:
+            raise UserError("data.train names no dataset; give folders that `longspec data` made")
+        self.datasets = [Dataset(Path(folder)) for folder in folders]
+        for dataset in self.datasets:
+            if dataset.info.seq_length != seq_length:
+                raise UserError(
+                    f"the dataset {dataset.folder} has sequences of {dataset.info.seq_length} tokens and "
+                    f"stage.seq_length is {seq_length}"
+                )
+        self._ends = np.cumsum([len(dataset) for dataset in self.datasets])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Packed:
+        which = int(np.searchsorted(self._ends, index, side="right"))
+        return self.datasets[which][index - (int(self._ends[which - 1]) if which else 0)]
+
+    def check(self, vocab_size: int, tokenizer: str | None, target_name: str) -> None:
+        """Refuse tokens that another tokenizer made."""
+        for dataset in self.datasets:
+            dataset.check(vocab_size, tokenizer, target_name)
+
+    def frequent(self, count: int, always: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
+        """The `count` most frequent tokens, those in `always` first, in rising order."""
+        counts = np.zeros(vocab_size, np.int64)
+        for dataset in self.datasets:
+            counts[: len(dataset.counts)] += dataset.counts
+        counts[list(always)] = counts.sum() + 1
+        # A stable sort: of equally frequent tokens the lower ids.
+        return np.sort(np.argsort(-counts, kind="stable")[:count])
+
+
+@dataclass(frozen=True)
+class Order:
+    """Samples are numbered through the whole run; each epoch has an order of its own."""
+
+    num_sequences: int
+    seed: int
+
+    def index(self, sample: int) -> int:
+        """The sequence that a sample is."""
+        epoch, place = divmod(sample, self.num_sequences)
+        return int(_permutation(self.num_sequences, self.seed, epoch)[place])
+
+
+@lru_cache(maxsize=2)
+def _permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return np.random.default_rng((seed, epoch)).permutation(size)

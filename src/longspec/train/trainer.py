@@ -1,0 +1,325 @@
+"""The training loop: steps, checkpoints, evaluation, figures."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from longspec.data.collate import collate
+from longspec.errors import UserError
+from longspec.models.draft import GlideDraft
+from longspec.models.draft_files import Fingerprint, save_draft
+from longspec.models.files import write_whole
+from longspec.train import checkpoints, evaluate
+from longspec.train.build import Parts, build
+from longspec.train.compiled import compile_layers
+from longspec.train.engine import Engine, Optimisation, Processes, join, local_device
+from longspec.train.layout import Layout, head_rows, lay_out
+from longspec.train.losses import one_chunk
+from longspec.train.objective import Objective, Outcome
+from longspec.train.report import Logger, make_loggers, training_bar
+from longspec.train.samples import Order
+from longspec.train.schema import StageSettings, TrainSettings
+
+CONFIG = "config.yaml"
+# What may differ between a run and its continuation: none of it changes the weights.
+_FREE = ("run", "resume", "evaluation", "saving", "logger", "stages")
+
+
+@dataclass
+class _Sums:
+    """Figures since they were last reported."""
+
+    loss: list[torch.Tensor] = field(default_factory=list)
+    num_queries: float = 0.0
+    probes: list[torch.Tensor] = field(default_factory=list)
+    """[R, 3]: right, the target's own loss, lag."""
+    num_tokens: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+
+def learning_rate(stage: StageSettings, step: int, num_steps: int) -> float:
+    """Of the step with this number, from 0: a rise, then a cosine down to `final_lr`."""
+    rise = max(1, round(stage.warmup * num_steps))
+    if step < rise:
+        return stage.lr * (step + 1) / rise
+    done = (step - rise) / max(1, num_steps - rise)
+    return stage.lr * (stage.final_lr + (1 - stage.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def train(config: DictConfig) -> Path:
+    """Run one stage; returns the run's folder."""
+    settings: TrainSettings = OmegaConf.to_object(config)  # type: ignore[assignment]
+    device = local_device(settings.target.device)
+    processes = join(device, settings.target.tp_size)
+    zero = settings.deepspeed.config.get("zero_optimization", {}).get("stage", 0)
+    _check_run(Path(settings.run), settings, config)
+    parts = build(settings, config.model, device, zero == 3 or settings.target.tp_size > 1)
+    trainer = Trainer(settings, config, parts, processes, device)
+    return trainer.run()
+
+
+def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
+    """A folder belongs to one run: it is new, or this is its continuation."""
+    if settings.resume not in (None, "latest"):
+        raise UserError(f"resume is {settings.resume!r}; the one choice is latest")
+    if not (run / CONFIG).is_file():
+        return
+    if settings.resume is None:
+        raise UserError(f"{run} holds a run already: go on with resume=latest, or give another run=FOLDER")
+    before: Any = OmegaConf.to_container(OmegaConf.load(run / CONFIG))
+    now: Any = OmegaConf.to_container(config, resolve=True)
+    for name in now:
+        if name not in _FREE and before.get(name) != now[name]:
+            raise UserError(f"{run} was started with {name} = {before.get(name)}, not {now[name]}")
+
+
+class Trainer:
+    """One stage of one run, in one of its processes."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        config: DictConfig,
+        parts: Parts,
+        processes: Processes,
+        device: torch.device,
+    ) -> None:
+        self.settings, self.config, self.parts = settings, config, parts
+        self.stage, self.processes, self.device = settings.stage, processes, device
+        self.folder = Path(settings.run)
+        target, draft = parts.glide.model, parts.glide.draft_model
+        # Before the weights are spread over the processes.
+        self.fingerprint = Fingerprint.of(target)
+        self.rows = head_rows(draft.vocab_ids, target.config.vocab_size)
+        self.order = Order(len(parts.mixture) - settings.data.num_held_out, settings.seed)
+        self.per_step = self.stage.micro_batch * self.stage.accumulation * processes.data_size
+        self.num_steps = self.stage.num_steps or round(
+            self.stage.epochs * self.order.num_sequences / self.per_step
+        )
+        if self.num_steps < 1:
+            raise UserError(
+                f"{self.order.num_sequences} sequences do not make one step of {self.per_step}: "
+                "lower stage.accumulation or stage.micro_batch, or set stage.num_steps"
+            )
+        stage = self.stage
+        optimisation = Optimisation(
+            stage.micro_batch, stage.accumulation, stage.weight_decay, (stage.beta1, stage.beta2), stage.clip
+        )
+        self.engine = Engine(target, draft, settings.deepspeed.config, optimisation, processes, device)
+        chunk = compile_layers(target, draft) if settings.compile else one_chunk
+        self.objective = Objective(
+            target,
+            draft,
+            stage.soft,
+            self.engine.run_target,
+            self.engine.draft,
+            self.engine.gather,
+            self.engine.whole,
+            chunk,
+        )
+        self.acceptance: evaluate.Acceptance | None = None
+        self.sums = _Sums()
+
+    def run(self) -> Path:
+        """Train to the end."""
+        first = self._begin()
+        texts = self._held_out()
+        loggers = self._loggers(first)
+        label = f"{self.settings.name} {self.stage.name}"
+        with (
+            training_bar(label, self.num_steps, first, self.processes.first) as update,
+            ThreadPoolExecutor(1) as loader,
+        ):
+            if first == 0 and texts:
+                self._evaluate(0, texts, loggers, update)
+            waiting = loader.submit(self._load, first) if first < self.num_steps else None
+            for step in range(first, self.num_steps):
+                assert waiting is not None
+                waiting = self._step(step, waiting, loader)
+                done = step + 1
+                last = done == self.num_steps
+                saves = last or done % self.settings.saving.save_steps == 0
+                if saves or done % self.settings.saving.log_steps == 0:
+                    self._log(done, loggers, update)
+                every = self.settings.evaluation.every
+                if texts and (last or (every and done % every == 0)):
+                    self._evaluate(done, texts, loggers, update)
+                if saves:
+                    self._save(done)
+        for logger in loggers:
+            logger.close()
+        return self.folder
+
+    def _begin(self) -> int:
+        """Make the folder, or go on from its newest checkpoint; returns the first step to do."""
+        if self.processes.first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            checkpoints.sweep(self.folder)
+        checkpoint = checkpoints.newest(self.folder) if self.settings.resume == "latest" else None
+        if self.processes.first and not (self.folder / CONFIG).is_file():
+            resolved = OmegaConf.to_yaml(self.config, resolve=True)
+            write_whole(self.folder / CONFIG, resolved.encode())
+        self.engine.wait()
+        if checkpoint is None:
+            return 0
+        state = checkpoints.read_state(checkpoint)
+        if state["world_size"] != self.processes.world_size:
+            raise UserError(
+                f"the checkpoint {checkpoint} was written by {state['world_size']} processes; resume with as "
+                f"many, not {self.processes.world_size}"
+            )
+        self.engine.load(checkpoint)
+        checkpoints.load_random_states(checkpoint / f"random-{self.processes.rank}.pt")
+        if state.get("acceptance"):
+            self.acceptance = evaluate.Acceptance(**state["acceptance"])
+        return int(state["step"])
+
+    def _load(self, step: int) -> list[Layout]:
+        """This process's micro-batches of a step."""
+        stage, per_step = self.stage, self.per_step
+        layouts = []
+        for micro in range(stage.accumulation):
+            begin = (
+                step * per_step
+                + (micro * self.processes.data_size + self.processes.data_rank) * stage.micro_batch
+            )
+            samples = range(begin, begin + stage.micro_batch)
+            drawn = [self.parts.draws.lag_and_offset(self.settings.seed, sample) for sample in samples]
+            sequences = [self.parts.mixture[self.order.index(sample)] for sample in samples]
+            lags, offsets = zip(*drawn, strict=True)
+            batch = collate(sequences, stage.collator, stage.mask_prompt)
+            layouts.append(lay_out(batch, lags, offsets, stage.num_sinks, self.rows, self.device))
+        return layouts
+
+    def _step(
+        self, step: int, waiting: Future[list[Layout]], loader: ThreadPoolExecutor
+    ) -> Future[list[Layout]] | None:
+        """One optimizer step; meanwhile the next one's batches are loaded."""
+        layouts = waiting.result()
+        following = loader.submit(self._load, step + 1) if step + 1 < self.num_steps else None
+        counted = torch.tensor(float(sum(len(layout.labels) for layout in layouts)), dtype=torch.float64)
+        num_queries = max(1.0, float(self.engine.sum(counted)))
+        # DeepSpeed averages over micro-batches and processes; the loss is the mean over all queries.
+        scale = self.stage.accumulation * self.processes.data_size / num_queries
+        rate = learning_rate(self.stage, step, self.num_steps)
+        for layout in layouts:
+            outcome = self.objective(layout)
+            self.engine.backward(outcome.loss * scale)
+            self.engine.step(rate)
+            self._note(layout, outcome)
+        self.sums.num_queries += num_queries
+        return following
+
+    def _note(self, layout: Layout, outcome: Outcome) -> None:
+        lags = torch.tensor(layout.lags, device=outcome.probes.device, dtype=outcome.probes.dtype)
+        probes = outcome.probes.clone()
+        probes[:, 2] = lags[probes[:, 2].long()]
+        self.sums.loss.append(outcome.loss.detach())
+        self.sums.probes.append(probes)
+        self.sums.num_tokens += layout.tokens.numel() * self.processes.data_size
+
+    def _log(self, step: int, loggers: list[Logger], update: Callable[..., None]) -> None:
+        """Report the means since the last report."""
+        sums, self.sums = self.sums, _Sums()
+        loss = float(self.engine.sum(torch.stack(sums.loss).double().sum())) / sums.num_queries
+        probes = torch.cat(sums.probes).double()
+        max_lag = self.parts.draws.max_lag
+        table = torch.zeros(max_lag + 1, 3, dtype=torch.float64, device=probes.device)
+        ones = torch.ones_like(probes[:, :1])
+        table.index_add_(0, probes[:, 2].long(), torch.cat((probes[:, :2], ones), 1))
+        table = self.engine.sum(table).cpu()
+        seconds = time.perf_counter() - sums.started
+        values = {
+            "loss": loss,
+            "target_loss": float(table[:, 1].sum() / table[:, 2].sum().clamp(min=1)),
+            "acceptance": {
+                f"lag_{lag}": float(table[lag, 0] / table[lag, 2])
+                for lag in range(1, max_lag + 1)
+                if table[lag, 2]
+            },
+            "lr": learning_rate(self.stage, step - 1, self.num_steps),
+            "tokens": step * self.per_step * self.stage.seq_length,
+            "tokens_per_second": sums.num_tokens / seconds,
+            "seconds": seconds,
+        }
+        for logger in loggers:
+            logger.log(step, values)
+        update(step, values)
+
+    def _evaluate(
+        self,
+        step: int,
+        texts: list[evaluate.Continuation],
+        loggers: list[Logger],
+        update: Callable[..., None],
+    ) -> None:
+        found = evaluate.chain_acceptance(self.objective, texts, self.settings.evaluation.gamma)
+        self.acceptance = found
+        values = {"eval_tau": found.tau, "eval_acceptance": found.chain}
+        for logger in loggers:
+            logger.log(step, values)
+        update(step, values)
+        self.sums.started = time.perf_counter()
+
+    def _held_out(self) -> list[evaluate.Continuation]:
+        """What the target says to the held-out beginnings; written once per run."""
+        if not self.settings.evaluation.every:
+            return []
+        path = self.folder / "held_out.json"
+        if path.is_file():
+            return evaluate.load_continuations(path)
+        mixture, wanted = self.parts.mixture, self.settings.evaluation
+        held_out = [mixture[index] for index in range(self.order.num_sequences, len(mixture))]
+        prompts = evaluate.prompts_of(held_out, wanted.prompt_tokens)
+        target = self.parts.glide.model
+        with self.engine.gather([target.embedding, target.head.weight]):
+            texts = evaluate.continuations(target, prompts, wanted.new_tokens, self.parts.glide.eos_ids)
+        self.engine.wait()
+        if self.processes.first:
+            evaluate.save_continuations(path, texts)
+        return texts
+
+    def _loggers(self, first: int) -> list[Logger]:
+        if not self.processes.first:
+            return []
+        config: Any = OmegaConf.to_container(self.config, resolve=True)
+        return make_loggers(self.folder, self.settings.logger, config, first)
+
+    def _save(self, step: int) -> None:
+        """Write a checkpoint; all processes take part."""
+        building = checkpoints.building_folder(self.folder, step)
+        if self.processes.first:
+            building.mkdir(parents=True)
+        self.engine.wait()
+        self.engine.save(building)
+        checkpoints.save_random_states(building / f"random-{self.processes.rank}.pt")
+        weights = self.engine.weights()
+        if self.processes.first:
+            found = self.acceptance
+            draft = GlideDraft(self.parts.glide.model.config, self.parts.glide.draft_model.config)
+            draft.load_state_dict(weights | _buffers(self.parts.glide.draft_model))
+            table = None if found is None else {"chain": found.chain}
+            save_draft(draft, building / "draft", self.fingerprint, self.settings.target.path, table)
+        self.engine.wait()
+        if self.processes.first:
+            state = {
+                "world_size": self.processes.world_size,
+                "num_steps": self.num_steps,
+                "tokens": step * self.per_step * self.stage.seq_length,
+                "acceptance": None if self.acceptance is None else asdict(self.acceptance),
+            }
+            checkpoints.finish(self.folder, step, state, self.settings.saving.keep)
+        self.engine.wait()
+
+
+def _buffers(draft: GlideDraft) -> dict[str, torch.Tensor]:
+    return {name: buffer.cpu() for name, buffer in draft.named_buffers() if buffer is not None}

@@ -1,0 +1,366 @@
+"""`longspec data synthesize`: real processes, the real target, small ones where it takes many samples."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scipy.stats import chisquare
+
+from longspec import LongSpec
+from longspec.attention import choose_backend
+from longspec.data.samples import Mix, Script
+from longspec.data.screen import Seen, is_repetitive, loop_start, signature
+from longspec.data.shards import Dataset, Role
+from longspec.data.synthesize import Request, synthesize
+from longspec.data.writer import BatchAttention, Job, Writer, Written, draw
+from longspec.errors import UserError
+from tests.decoding.scripted import tiny_target
+
+# What `longspec data synthesize ARGUMENTS` runs.
+PROGRAM = """
+import argparse, sys
+from longspec.cli import data_synthesize
+from longspec.errors import UserError
+parser = argparse.ArgumentParser()
+data_synthesize.add_arguments(parser)
+try: sys.exit(data_synthesize.run(parser.parse_args()))
+except UserError as error: sys.exit(f"error: {error}")
+"""
+FAMILIES = [("llama", {}), ("qwen2", {"qkv_bias": True}), ("qwen3", {"qk_norm": True, "qkv_bias": False})]
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-c", PROGRAM, *map(str, arguments)]
+
+
+def texts(folder: Path, tokenizer: Any) -> list[tuple[str, str]]:
+    """What was given and what was written, of every sample of a single turn."""
+    dataset, found = Dataset(folder), []
+    for packed in (dataset[index] for index in range(len(dataset))):
+        for start, end in pairwise([*packed.starts.tolist(), len(packed.tokens)]):
+            tokens, roles = packed.tokens[start:end], packed.roles[start:end]
+            if roles[0] == Role.PAD:
+                assert (roles == Role.PAD).all()
+                continue
+            parts = [tokenizer.decode(tokens[roles == role]) for role in (Role.PROMPT, Role.TEXT)]
+            found.append((parts[0], parts[1]))
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("family", "flags"), FAMILIES)
+def test_a_batch_scores_as_the_target_does(family: str, flags: dict[str, Any]) -> None:
+    target = tiny_target(1, family=family, vocab_size=50, hidden_size=32, num_layers=3, **flags)
+    generator = torch.Generator().manual_seed(0)
+    lengths = [1, 9, 4, 30]
+    tokens = torch.randint(50, (4, 40), generator=generator)
+    exact = torch.zeros(4, 10, 50)
+    target.attention = choose_backend("torch")
+    for row, length in enumerate(lengths):
+        cache = target.new_cache(1, 64)
+        exact[row] = target.logits(target(tokens[row : row + 1, : length + 10], cache)[0, length:])
+    target.attention = BatchAttention()
+    cache = target.new_cache(4, 64)
+    cache.keys.zero_(), cache.values.zero_()
+    target(tokens[:, :30], cache)
+    cache.lengths[:] = torch.tensor(lengths)
+    for step in range(10):
+        newest = tokens.gather(1, cache.lengths[:, None])
+        torch.testing.assert_close(
+            target.logits(target(newest, cache)[:, 0]), exact[:, step], atol=2e-5, rtol=2e-5
+        )
+        cache.advance(1)
+
+
+def test_rows_do_not_depend_on_the_batch_and_greedy_is_vanilla(tiny: LongSpec) -> None:
+    target = tiny.engine.target
+    generator = torch.Generator().manual_seed(5)
+    work = [
+        Job(
+            index,
+            torch.randint(40, 4000, (1 + 7 * index % 30,), generator=generator).tolist(),
+            1 + 5 * index % 23,
+            (0.0, 0.6, 1.0)[index % 3],
+            3 - index,
+        )
+        for index in range(40)
+    ]
+    options: dict[str, Any] = {"method": "vanilla", "temperature": 0.0, "eos_ids": ()}
+    expected = {
+        job.key: tiny.generate(job.prompt, max_new_tokens=job.max_new_tokens, **options).token_ids
+        for job in work[::3]
+    }
+    ends = sorted({tokens[len(tokens) // 2] for tokens in expected.values()})[:4]
+    for key, tokens in expected.items():
+        stop = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+        expected[key] = tokens[: stop + 1]
+    backend = target.attention
+    found = []
+    for batch in (3, 16):
+        written = list(Writer(target, batch, 80, ends).write(work))
+        assert sorted(one.job.key for one in written) == list(range(40))
+        assert all(one.ended == (one.tokens[-1] in ends) for one in written)
+        assert all(one.ended or len(one.tokens) == one.job.max_new_tokens for one in written)
+        found.append({one.job.key: one.tokens for one in written})
+    target.attention = backend
+    assert found[0] == found[1]
+    assert {key: found[0][key] for key in expected} == expected
+
+
+def test_draws_follow_the_distribution() -> None:
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(300)
+    logits[[0, 5, 127, 128, 299]] = -torch.inf
+    num = 40000
+    for temperature in (0.7, 1.0):
+        rows = logits.expand(num, -1).clone()
+        drawn = draw(rows, torch.full((num,), temperature), torch.full((num,), 9), torch.arange(num))
+        seen = np.bincount(drawn.numpy(), minlength=300)
+        wanted = num * (logits.double() / temperature).softmax(-1).numpy()
+        assert seen[wanted == 0].sum() == 0
+        rare = wanted < 5
+        pooled = [np.append(x[~rare], x[rare].sum()) for x in (seen, wanted)]
+        assert chisquare(*pooled).pvalue > 1e-4
+    greedy = draw(logits.expand(4, -1).clone(), torch.zeros(4), torch.arange(4), torch.arange(4))
+    assert greedy.tolist() == [int(logits.argmax())] * 4
+
+
+def test_loops_and_near_duplicates_are_found() -> None:
+    generator = np.random.default_rng(0)
+    prose = generator.integers(0, 5000, 300)
+    for period in (1, 2, 7, 31, 100):
+        loop = np.tile(generator.integers(5000, 9000, period), 400)[: max(3 * period, 40)]
+        assert loop_start(np.concatenate((prose, loop))) == 300 + period
+        assert loop_start(np.concatenate((prose, loop, prose[:1]))) is None
+        assert loop_start(loop[: 2 * period + 1]) is None
+    assert not is_repetitive(prose)
+    counted = np.concatenate([[100 + number, *range(12)] for number in range(30)])
+    assert loop_start(counted) is None
+    assert is_repetitive(counted)
+    seen = Seen()
+    assert seen.add(signature(prose, 0))
+    changed = prose.copy()
+    changed[[50, 200]] = 1
+    assert not seen.add(signature(changed, 0))
+    assert seen.add(signature(changed, 1)), "a question and an answer are not compared"
+    others = [signature(generator.integers(0, 5000, 300), 0) for _ in range(200)]
+    assert all(seen.add(keys) for keys in others)
+    half = np.concatenate((prose[:150], generator.integers(0, 5000, 150)))
+    assert seen.add(signature(half, 0))
+
+
+def test_the_target_asks_itself_and_answers(smollm2: LongSpec, tmp_path: Path) -> None:
+    (tmp_path / "topics").write_text("Write a Python function\n\nTranslate to French:\n")
+    flags = ["--tokens", 120, "--batch", 6, "--max-new-tokens", 24, "--max-question-tokens", 48]
+    flags += ["--shard-samples", 6]
+    made = subprocess.run(
+        command("--output", tmp_path / "own", "--prefixes", tmp_path / "topics", "--json", *flags),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert made.returncode == 0, made.stderr
+    summary = json.loads(made.stdout)
+    assert summary["num_samples"] == summary["kept"] + sum(summary["dropped"].values())
+    assert summary["num_tokens"] >= 120
+    assert summary["tokens_per_second"] > 0
+    found = texts(tmp_path / "own", smollm2.tokenizer)
+    assert len(found) == summary["kept"]
+    before = "<|im_start|>user\n"
+    for question, answer in found:
+        asked = question.split(before)[1].removesuffix("<|im_end|>\n<|im_start|>assistant\n")
+        assert asked.startswith(("Write a Python function", "Translate to French:"))
+        assert question.endswith("<|im_end|>\n<|im_start|>assistant\n")
+        assert answer.strip()
+        letters = sum(character.isascii() for character in answer)
+        assert letters > 0.8 * len(answer), answer
+    (source,) = Dataset(tmp_path / "own").info.sources
+    assert (source.name, source.licence) == ("written by smollm2-135m (questions)", "apache-2.0")
+
+
+def test_given_prompts_are_answered_as_generate_would(smollm2: LongSpec, tmp_path: Path) -> None:
+    question = "What is the capital of France?"
+    talk = [
+        {"role": "system", "content": "You answer with one word."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Name a colour."},
+    ]
+    turns = [question, "And of Germany?"]
+    lines: list[dict[str, Any]] = [
+        {"prompt": "What is the capital of Spain?"},
+        {"messages": [*talk, {"role": "assistant", "content": "ignored"}]},
+        {"turns": turns},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    made = synthesize(
+        Request(
+            tmp_path / "data",
+            tokens=1,
+            modes={"prompts": 1},
+            prompts=path,
+            temperatures=(0.0,),
+            max_new_tokens=24,
+            batch=3,
+            shard_samples=3,
+        )
+    )
+    assert (made.kept, made.dropped) == (3, {})
+    options: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.0, "method": "vanilla"}
+    first = smollm2.generate(turns[0], **options)
+    told = [("user", turns[0]), ("assistant", first.text), ("user", turns[1])]
+    second = smollm2.generate([{"role": role, "content": text} for role, text in told], **options)
+    answers = [answer for _, answer in texts(tmp_path / "data", smollm2.tokenizer)]
+    expected = {
+        smollm2.tokenizer.decode(smollm2.generate(asked, **options).token_ids)
+        for asked in (lines[0]["prompt"], talk)
+    }
+    both = smollm2.tokenizer.decode(first.token_ids) + smollm2.tokenizer.decode(second.token_ids)
+    assert set(answers) == expected | {both}
+
+
+@pytest.fixture(scope="session")
+def parrot_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that says the last token again and again."""
+    folder = tmp_path_factory.mktemp("parrot")
+    shutil.copytree(tiny_folder, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if "o_proj" in name or "down_proj" in name:
+            weight.zero_()
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def test_loops_and_repetitions_are_dropped_and_counted(
+    tiny_folder: Path, parrot_folder: Path, tmp_path: Path
+) -> None:
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text(json.dumps({"text": "one two three four five six seven"}) + "\n")
+    shared: dict[str, Any] = {
+        "modes": {"documents": 1},
+        "documents": documents,
+        "seq_length": 256,
+        "max_new_tokens": 100,
+        "given_tokens": 3,
+        "batch": 8,
+        "temperatures": (0.0,),
+    }
+    with pytest.raises(UserError, match=r"nothing of 16 samples could be kept \(16 loop\)"):
+        synthesize(Request(tmp_path / "parrot", 500, str(parrot_folder), **shared))
+    # There are but five pieces to begin with, and greedy answers to each are the same.
+    made = synthesize(Request(tmp_path / "tiny", 500, str(tiny_folder), **shared))
+    assert (made.kept, made.dropped) == (5, {"near-duplicate": 11})
+    assert made.num_tokens == 5 * 103
+    warm = shared | {"temperatures": (1.0,)}
+    assert synthesize(Request(tmp_path / "warm", 500, str(tiny_folder), **warm)).dropped == {}
+
+
+def test_an_answer_is_cut_where_it_begins_to_loop(smollm2: LongSpec) -> None:
+    mix = Mix({"questions": 1.0}, (0.0,), 1.0, 512, 128, 128, 1024, 0)
+    script = Script(mix, smollm2.engine.encoder)
+    prose = smollm2.tokenizer(" ".join(f"{n} is not {n * n}," for n in range(60)))["input_ids"][:120]
+    cases: list[tuple[list[int], int]] = [([], 121), ([77, 78] * 30, 122)]
+    for loop, kept in cases:
+        (sample,) = script.samples(0, 1)
+        job = script.job(sample)
+        script.take(sample, Written(job, [*smollm2.tokenizer("What is it?")["input_ids"], 2], True))
+        prompt = len(sample.tokens)
+        assert smollm2.tokenizer.decode(sample.tokens).endswith(
+            "What is it?<|im_end|>\n<|im_start|>assistant\n"
+        )
+        script.take(sample, Written(script.job(sample), [*prose, *loop, 2], True))
+        assert sample.finished
+        assert sample.was_cut == bool(loop)
+        assert (len(sample.tokens) - prompt, sample.roles[prompt:]) == (kept, [Role.TEXT] * kept)
+
+
+def test_killed_it_goes_on_to_the_same_bytes_and_other_flags_are_refused(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    documents, prompts = tmp_path / "documents.jsonl", tmp_path / "prompts.jsonl"
+    documents.write_text(
+        "".join(json.dumps({"text": f"{n} plus {n} and so on; " * 30}) + "\n" for n in range(9))
+    )
+    prompts.write_text("".join(json.dumps({"prompt": f"Tell me about {n}"}) + "\n" for n in range(20)))
+    request = Request(
+        tmp_path / "whole",
+        5000,
+        str(tiny_folder),
+        modes={"prompts": 0.5, "documents": 0.5},
+        prompts=prompts,
+        documents=documents,
+        temperatures=(0.7, 1.0),
+        given_tokens=40,
+        seq_length=256,
+        max_new_tokens=48,
+        batch=16,
+        shard_samples=16,
+    )
+    broken = tmp_path / "broken"
+    flags = ["--target", tiny_folder, "--tokens", "5k", "--mode", "prompts:0.5,documents:0.5"]
+    flags += ["--documents", documents, "--prompts", prompts, "--given-tokens", 40, "--seq-length", 256]
+    flags += ["--max-new-tokens", 48, "--temperatures", "0.7,1.0", "--batch", 16, "--shard-samples", 16]
+    process = subprocess.Popen(command("--output", broken, *flags))
+    while not (broken / "shard-00001").exists():
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (broken / "dataset.json").exists()
+    with pytest.raises(UserError, match="was begun with seed 0 there and 1 here"):
+        synthesize(replace(request, output=broken, seed=1))
+    before = (broken / "shard-00000/tokens.npy").stat().st_mtime_ns
+    ended = subprocess.run(command("--output", broken, *flags), capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert (broken / "shard-00000/tokens.npy").stat().st_mtime_ns == before
+    made = synthesize(request)
+    assert contents(request.output) == contents(broken)
+    info = Dataset(broken).info
+    assert info.num_shards > 2
+    assert {source.name.split()[-1] for source in info.sources} == {"(documents)", "(prompts)"}
+    again = synthesize(replace(request, batch=None))
+    assert (again.num_tokens, again.tokens_written) == (made.num_tokens, 0)
+
+
+def test_bad_input_is_named(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"text": "fine"}\n{"txt": "not"}\n')
+    documents: dict[str, Any] = {"modes": {"documents": 1}, "documents": lines}
+    cases: list[tuple[dict[str, Any], str]] = [
+        (documents, r"lines.jsonl, line 2: a text 'text' is needed"),
+        ({"modes": {"prompts": 1}}, "--mode prompts:1 --prompts FILE"),
+        ({"documents": lines}, "--mode documents:1 --documents FILE"),
+        ({"modes": {"poems": 1}}, "mode poems:1 is unknown"),
+        ({"temperatures": (-1.0,)}, "temperature is -1.0"),
+        ({"seq_length": 10**6}, "seq_length is 1000000; smollm2-135m was made for at most 8192"),
+        ({"batch": 0}, "batch is 0"),
+        ({"prefixes": tmp_path / "none"}, "cannot read .*none"),
+    ]
+    for changes, message in cases:
+        with pytest.raises(UserError, match=message):
+            synthesize(Request(tmp_path / "out", 1000, **changes))
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/file").touch()
+    with pytest.raises(UserError, match="holds something else"):
+        synthesize(Request(tmp_path / "taken", 1000))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,150 @@
+"""The objective against a plain reference, and against what decoding computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from longspec.config import DraftConfig
+from longspec.data.collate import collate
+from longspec.data.shards import Packed, Role
+from longspec.decoding.choose import Sampling
+from longspec.decoding.loop import prefill, start
+from longspec.decoding.methods.glide import Glide
+from longspec.decoding.row import Row
+from longspec.models.draft import DraftHead, GlideDraft
+from longspec.models.target import Transformer
+from longspec.train.layout import Draws, head_rows, lay_out
+from longspec.train.losses import head_loss
+from longspec.train.objective import Objective
+from tests.decoding.scripted import tiny_target
+from tests.train.reference import document_logits, reference_loss
+
+CONFIGS = {
+    "published": DraftConfig(window=8, max_lag=4),
+    "ours": DraftConfig(
+        window=8, max_lag=4, cross_layers=(0, 1, -1), use_feature=True, qkv_bias=False, final_norm=True
+    ),
+    "small vocabulary": DraftConfig(window=8, max_lag=4, use_feature=True, draft_vocab=60),
+}
+
+
+def make(config: DraftConfig) -> tuple[Transformer, GlideDraft]:
+    target = tiny_target(num_layers=3, vocab_size=97)
+    draft = GlideDraft(target.config, config)
+    draft.initialise(torch.Generator().manual_seed(1), std=0.2)
+    if draft.vocab_ids is not None:
+        chosen = torch.randperm(target.config.vocab_size, generator=torch.Generator().manual_seed(2))
+        draft.vocab_ids.copy_(chosen[: config.draft_vocab].sort().values)
+    return target, draft
+
+
+def packed(vocab_size: int, starts: list[int], length: int, seed: int) -> Packed:
+    chance = np.random.default_rng(seed)
+    roles = chance.choice([Role.PROMPT, Role.TEXT], length).astype(np.uint8)
+    roles[starts[-1] :] = Role.PAD
+    return Packed(chance.integers(0, vocab_size, length), roles, np.array(starts, np.int32))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("soft", [0.0, 0.3, 1.0])
+def test_loss_and_gradients_of_a_batch_equal_the_plain_reference(name: str, soft: float) -> None:
+    target, draft = make(CONFIGS[name])
+    size = target.config.vocab_size
+    rows = [packed(size, starts, 40, 5) for starts in ([0, 36], [0, 3, 17, 30], [0, 11, 12, 39])]
+    batch = collate(rows, "long", True)
+    lags, offsets = [2, 1, 4], [0, 100, 9]
+    layout = lay_out(batch, lags, offsets, 4, head_rows(draft.vocab_ids, size), torch.device("cpu"))
+    expected, count = reference_loss(target, draft, batch, lags, offsets, 4, soft)
+    expected.backward()
+    gradients = {name: weight.grad for name, weight in draft.named_parameters()}
+    draft.zero_grad()
+    outcome = Objective(target, draft, soft)(layout)
+    outcome.loss.backward()
+    assert len(layout.queries) == count > 10
+    torch.testing.assert_close(outcome.loss, expected, rtol=1e-5, atol=1e-5)
+    for weight_name, weight in draft.named_parameters():
+        torch.testing.assert_close(weight.grad, gradients[weight_name], rtol=1e-4, atol=1e-5, msg=weight_name)
+
+
+class Recording(Glide):
+    """Keeps the draft's scores of every depth."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.seen: list[Tensor] = []
+
+    def _forward(self, *arguments: Any) -> Tensor:
+        hidden = super()._forward(*arguments)
+        self.seen.append(self._head(hidden)[0, -1])
+        return hidden
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("prompt_length", [4, 21])
+def test_training_scores_equal_those_of_decoding_for_the_same_tokens_and_lag(
+    name: str, prompt_length: int
+) -> None:
+    target, draft = make(CONFIGS[name])
+    prompt = np.random.default_rng(3).integers(0, target.config.vocab_size, prompt_length).tolist()
+    method = Recording(draft, DraftHead(target, draft.vocab_ids), (1, 1, 1, 1), None, False, "seq")
+    state = start(target, target.new_cache(1, 64), [Row(prompt, 0, 8, frozenset())], Sampling())
+    with torch.inference_mode():
+        prefill(state, 2048)
+        method.begin(state)
+        chain = method.propose(state).tokens[0].tolist()
+    tokens = prompt + chain
+    whole = Packed(np.array(tokens), np.full(len(tokens), Role.TEXT, np.uint8), np.zeros(1, np.int32))
+    rows = head_rows(draft.vocab_ids, target.config.vocab_size)
+    head = DraftHead(target, draft.vocab_ids)
+    for depth, scores in enumerate(method.seen):
+        layout = lay_out(collate([whole], "base", False), [depth + 1], [0], 4, rows, torch.device("cpu"))
+        with torch.no_grad():
+            hidden = Objective(target, draft).draft_hidden(layout, *Objective(target, draft).read(layout))
+            trained = head(hidden)[0, len(prompt) + depth]
+        torch.testing.assert_close(trained, scores, rtol=1e-4, atol=1e-4)
+
+
+def test_a_long_window_needs_no_square_mask_and_is_right() -> None:
+    """Beyond several windows in one document, in blocks, against the explicit mask."""
+    target, draft = make(DraftConfig(window=7, max_lag=3))
+    one = packed(target.config.vocab_size, [0, 60], 61, 9)
+    layout = lay_out(collate([one], "base", False), [3], [0], 4, head_rows(None, 97), torch.device("cpu"))
+    with torch.no_grad():
+        objective = Objective(target, draft)
+        hidden = objective.draft_hidden(layout, *objective.read(layout))
+        expected, _ = document_logits(target, draft, layout.tokens[0, :60], list(range(60)), 3)
+    torch.testing.assert_close(target.logits(hidden)[0, 3:60], expected[3:], rtol=1e-4, atol=1e-4)
+
+
+def test_chunks_change_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 16, generator=generator, requires_grad=True)
+    teacher, head = torch.randn(300, 16, generator=generator), torch.randn(50, 16, generator=generator)
+    labels = torch.randint(50, (300,), generator=generator)
+    for soft in (0.0, 0.5):
+        log_q, log_p = (hidden @ head.T).log_softmax(-1), (teacher @ head.T).log_softmax(-1)
+        hard = -log_q.gather(1, labels[:, None]).sum()
+        plain = (1 - soft) * hard + soft * (log_p.exp() * (log_p - log_q)).sum()
+        (expected,) = torch.autograd.grad(plain * 3, hidden)
+        monkeypatch.setattr("longspec.train.losses.chunk_rows", lambda *_: 64)
+        loss = head_loss(hidden, head, labels, teacher, soft)
+        (found,) = torch.autograd.grad(loss * 3, hidden)
+        torch.testing.assert_close(loss, plain)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_lags_and_offsets_are_drawn_by_sample_and_cover_their_range() -> None:
+    draws = Draws(max_lag=5, window=16, max_offset=100)
+    drawn = [draws.lag_and_offset(7, sample) for sample in range(2000)]
+    assert drawn == [draws.lag_and_offset(7, sample) for sample in range(2000)]
+    assert {lag for lag, _ in drawn} == {1, 2, 3, 4, 5}
+    offsets = [offset for _, offset in drawn]
+    assert min(offset for offset in offsets if offset) >= 16
+    assert 95 <= max(offsets) <= 100
+    assert 0.1 < np.mean(np.equal(offsets, 0)) < 0.2
+    assert {offset for _, offset in (Draws(5, 16).lag_and_offset(7, n) for n in range(50))} == {0}

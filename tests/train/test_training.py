@@ -1,0 +1,260 @@
+"""Whole training runs, in real processes, as users start them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from longspec import LongSpec
+from longspec.hub import DEFAULT_TARGET, resolve
+from longspec.models.draft_files import load_draft
+from longspec.models.target import Transformer
+from tests.train.tiny import BASE, launch, losses, make_dataset, make_target, run
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and a dataset."""
+    folder = tmp_path_factory.mktemp("training")
+    make_target(folder / "target", resolve(DEFAULT_TARGET).folder)
+    make_dataset(folder / "data")
+    return folder
+
+
+def settings(home: Path, name: str, *more: str, accumulation: int = 4) -> list[str]:
+    return [
+        *BASE,
+        f"target.path={home / 'target'}",
+        f"data.train=[{home / 'data'}]",
+        f"run={home / name}",
+        "stage.micro_batch=2",
+        f"stage.accumulation={accumulation}",
+        *more,
+    ]
+
+
+@pytest.fixture(scope="session")
+def unbroken(home: Path) -> Path:
+    """A run of one process that nothing disturbed."""
+    run(settings(home, "unbroken"))
+    return home / "unbroken"
+
+
+ZERO3 = ("deepspeed=zero3", "+deepspeed.config.zero_optimization.stage3_param_persistence_threshold=0")
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher", "more", "accumulation"),
+    [
+        ("zero1", "deepspeed", (), 2),
+        ("zero3", "torchrun", ZERO3, 2),
+        ("tensor-parallel", "torchrun", ("target.tp_size=2", "logger=wandb_offline"), 4),
+    ],
+)
+def test_two_processes_learn_exactly_what_one_does(
+    home: Path, unbroken: Path, name: str, launcher: str, more: tuple[str, ...], accumulation: int
+) -> None:
+    run(settings(home, name, *more, accumulation=accumulation), 2, launcher)
+    alone, together = losses(unbroken), losses(home / name)
+    assert alone.keys() == together.keys() == set(range(1, 9))
+    assert [together[step] for step in alone] == pytest.approx(list(alone.values()), rel=1e-5)
+    weights = [draft_weights(folder) for folder in (unbroken, home / name)]
+    for one, two in zip(*weights, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+    assert bool(list((home / name).glob("wandb/offline-run-*"))) == ("logger=wandb_offline" in more)
+
+
+def draft_weights(folder: Path) -> list[torch.Tensor]:
+    from safetensors.torch import load_file
+
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    tensors = load_file(newest / "draft" / "model.safetensors")
+    return [tensors[name] for name in sorted(tensors)]
+
+
+def kill_all(pid: int) -> None:
+    """With kill -9 the process and those it started, wherever the launcher put them."""
+    whole = psutil.Process(pid)
+    for one in [*whole.children(recursive=True), whole]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(home: Path, unbroken: Path, processes: int) -> None:
+    name = f"killed-{processes}"
+    wanted = settings(home, name, accumulation=4 // processes)
+    process = launch(wanted, processes)
+    folder = home / name
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoints" / "step-00000004").is_dir():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    kill_all(process.pid)
+    process.wait()
+    # The newest checkpoint is damaged as a full disk would have: the one before it is taken.
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    victim = next(newest.glob("engine/*optim_states.pt"))
+    victim.write_bytes(victim.read_bytes()[:100])
+    refused = launch(wanted, processes)
+    assert "resume=latest" in refused.communicate(timeout=120)[0]
+    assert refused.returncode != 0
+    output = run([*wanted, "resume=latest"], processes)
+    assert "is skipped" in output
+    assert not list((folder / "checkpoints").glob(".building-*"))
+    found, expected = losses(folder), losses(unbroken)
+    if processes == 1:
+        assert found == expected
+    else:
+        assert list(found) == list(expected)
+        assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-5)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval_tau" in line] == [0, 4, 8]
+
+
+def test_it_learns_and_what_it_measures_is_what_decoding_does(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from longspec.cli.main import main
+
+    # Small weights make a target that falls into loops, of which a draft soon learns some.
+    target_folder = make_target(tmp_path / "target", home / "target", initializer_range=0.05)
+    more = [
+        f"target.path={target_folder}",
+        "stage.num_steps=40",
+        "stage.lr=5e-3",
+        "draft.use_feature=true",
+        "draft.draft_vocab=100",
+    ]
+    more += ["evaluation.new_tokens=40", "stage.soft=1.0", "saving.save_steps=40", "logger=tensorboard"]
+    run(settings(home, "learnt", *more))
+    folder = home / "learnt"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = losses(folder)
+    assert sum(found[step] for step in (38, 39, 40)) < 0.8 * sum(found[step] for step in (1, 2, 3))
+    assert main(["export", str(folder), str(tmp_path / "draft")]) == 0
+    assert main(["plot", str(folder)]) == 0
+    assert (folder / "plot.png").stat().st_size > 10_000
+    assert list((folder / "tensorboard").iterdir())
+    measured = [line for line in lines if "eval_tau" in line][-1]
+    assert measured["eval_tau"] > 1.2 > lines[0]["eval_tau"]
+    assert "tau" in (tmp_path / "draft" / "README.md").read_text()
+
+    model = LongSpec.from_pretrained(
+        str(target_folder), draft=str(tmp_path / "draft"), dtype="float32", device="cpu", calibrate=False
+    )
+    texts = json.loads((folder / "held_out.json").read_text())
+    kept = rounds = 0
+    by_depth = [0, 0, 0]
+    for text in texts:
+        answer = model.generate(text["prompt"], method="seq", gamma=3, max_new_tokens=40)
+        assert answer.token_ids == text["tokens"]
+        kept, rounds = kept + answer.tokens - 1, rounds + answer.rounds
+        for depth, count in enumerate(answer.accepted_by_depth):
+            by_depth[depth] += count
+    assert kept / rounds == pytest.approx(measured["eval_tau"], rel=0.02)
+    assert [count / rounds for count in by_depth] == pytest.approx(measured["eval_acceptance"], abs=0.02)
+    published = tmp_path / "draft" / "draft_model_weights.pth"
+    assert "self_attn.q_proj.weight" in torch.load(published, weights_only=True)
+    target: Transformer = model.engine.target
+    assert load_draft(tmp_path / "draft", target, "tiny").acceptance["chain"] == measured["eval_acceptance"]
+
+
+def test_three_stages_follow_each_other_by_one_command(home: Path, tmp_path: Path) -> None:
+    make_dataset(tmp_path / "long", length=64, seed=1)
+    stages = {
+        "base": ["stage=base", f"data.train=[{home / 'data'}]", "stage.seq_length=32"],
+        "long": ["stage=long", f"data.train=[{tmp_path / 'long'}]", "stage.seq_length=64"],
+        "cot": ["stage=cot", f"data.train=[{tmp_path / 'long'}]", "stage.seq_length=64"],
+    }
+    experiment = tmp_path / "conf" / "experiment"
+    experiment.mkdir(parents=True)
+    rest = {"draft": {"window": 16, "max_lag": 3}, "stages": stages}
+    (experiment / "mine.yaml").write_text("# @package _global_\n" + json.dumps(rest))
+    small = [one for one in BASE if not one.startswith(("stage.seq", "stage.max", "draft."))]
+    run(
+        [
+            *("--config-dir", str(tmp_path / "conf"), "experiment=mine", "stage=all", *small),
+            *(f"target.path={home / 'target'}", f"run={tmp_path / 'all'}", "stage.num_steps=2"),
+            *("stage.accumulation=1", "evaluation.every=0"),
+        ]
+    )
+    weights = [draft_weights(tmp_path / "all" / name) for name in stages]
+    assert len(weights) == 3
+    # Each stage starts where the one before ended: at these rates it stays near it.
+    for one, two in zip(weights[1], weights[2], strict=True):
+        torch.testing.assert_close(one, two, rtol=0.3, atol=0.05)
+    from longspec.train.export import export
+
+    card = (export(tmp_path / "all", tmp_path / "draft") / "README.md").read_text()
+    assert [line.split("|")[1].strip() for line in card.splitlines() if "| 2 |" in line] == list(stages)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stage.lrr=1", "'lrr' not in 'StageSettings'"),
+        ("stage.lr=fast", "stage.lr=fast"),
+        ("stage=middle", "base cot long"),
+        ("data.train=[/nowhere]", "/nowhere is not there"),
+        ("stage.seq_length=64", "sequences of 32 tokens and stage.seq_length is 64"),
+        ("data.num_held_out=60", "some must be left"),
+        ("stage.max_offset=500", "at most 224"),
+        ("target.tp_size=2", "does not divide the 1 processes"),
+        ("draft.cross_layers=[7]", "cross layer 7"),
+        ("draft.path=/nowhere", "no draft '/nowhere'"),
+        ("resume=yes", "latest"),
+        ("logger.wandb=sometimes", "online, offline or disabled"),
+    ],
+)
+def test_bad_settings_are_named(
+    home: Path, tmp_path: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from longspec.cli.main import main
+
+    wanted = [one for one in settings(home, "never") if not one.startswith("run=")]
+    assert main(["train", *wanted, f"run={tmp_path / 'run'}", override]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_tensor_parallel_refusals() -> None:
+    from longspec.errors import UserError
+    from longspec.train.parallel import check_tp
+    from tests.decoding.scripted import tiny_target
+
+    config = tiny_target(num_heads=6, num_kv_heads=3).config
+    with pytest.raises(UserError, match="num_kv_heads 3"):
+        check_tp(config, 2, 2, 1)
+    with pytest.raises(UserError, match="ZeRO-3"):
+        check_tp(config, 3, 3, 3)
+
+
+def test_published_experiments_compose() -> None:
+    from longspec.train.command import compose_config
+
+    name = "qwq_glide_8gpu_slim6b"
+    base = compose_config([f"experiment={name}"])
+    assert (base.stage.seq_length, base.stage.lr, base.stage.accumulation) == (1024, 5e-4, 128)
+    assert base.deepspeed.config.zero_optimization == {
+        "stage": 1,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    }
+    assert base.model._target_.endswith("Qwen2Glide")
+    assert compose_config([f"experiment={name}_sinkpi-slicing"]).stage.max_offset == -1
+    assert base.stage.max_offset == 0
+    for prefix in (name, f"{name}_sinkpi-slicing"):
+        long_name = f"{prefix}_longv2-32k-zero3_5e-6-ligce-nomask"
+        long = compose_config([f"experiment={long_name}"])
+        assert (long.stage.seq_length, long.stage.lr, long.stage.accumulation) == (32768, 5e-6, 8)
+        assert long.deepspeed.config.zero_optimization.stage == 3
+        assert (long.draft.path, long.stage.mask_prompt) == (f"outputs/{prefix}", False)
+        cot = compose_config([f"experiment={long_name}_longcot_5e-6"])
+        assert (cot.stage.collator, cot.stage.accumulation) == ("cot", 32)
+        assert cot.draft.path == f"outputs/{long_name}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from longspec.errors import UserError
 
-BACKENDS = ("torch", "reference")
+BACKENDS = ("torch", "triton", "reference")
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,14 @@ class AttentionPlan:
     """T, the queries per row; their keys stand right behind the prefix."""
     tree: Tensor | None
     """Which new tokens each new token sees, bool [T, T] or [B, T, T]; None for a causal chain."""
-    host_lengths: tuple[int, ...]
-    """`lengths` again, for backends whose shapes follow them."""
     sinks: int = 0
     window: int | None = None
     """With a window, of the prefix only its first `sinks` entries and its last `window` ones are seen."""
+
+    @cached_property
+    def host_lengths(self) -> tuple[int, ...]:
+        """`lengths` again, for backends whose shapes follow them; waits for the device, once."""
+        return tuple(self.lengths.tolist())
 
     def ranges(self, row: int) -> list[tuple[int, int]]:
         """The parts of a row's prefix that are seen, none of them empty."""
@@ -82,13 +87,20 @@ def merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tenso
 
 
 def choose_backend(name: str = "auto") -> Attention:
-    """The backend called `name`, or the best one that is there."""
+    """The backend called `name`, or the best one that is there: Triton's kernels where there is a GPU."""
     if name not in ("auto", *BACKENDS):
         raise UserError(f"attention backend {name!r} is unknown; there are: auto, {', '.join(BACKENDS)}")
     if name == "reference":
         from longspec.attention.reference import ReferenceAttention
 
         return ReferenceAttention()
+    has_triton = find_spec("triton") is not None
+    if name == "triton" and not has_triton:
+        raise UserError("attention backend 'triton' needs the package triton: pip install triton")
+    if name == "triton" or (name == "auto" and has_triton and torch.cuda.is_available()):
+        from longspec.attention.triton_backend import TritonAttention
+
+        return TritonAttention()
     from longspec.attention.torch_backend import TorchAttention
 
     return TorchAttention()

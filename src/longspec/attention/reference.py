@@ -23,7 +23,7 @@ class ReferenceAttention:
         window: int | None = None,
     ) -> AttentionPlan:
         """See `Attention.plan`."""
-        return AttentionPlan(lengths, num_new, tree, tuple(lengths.tolist()), sinks, window)
+        return AttentionPlan(lengths, num_new, tree, sinks, window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """See `Attention.attend`."""

@@ -27,10 +27,10 @@ class TorchAttention:
         sinks: int = 0,
         window: int | None = None,
     ) -> AttentionPlan:
-        """See `Attention.plan`. Reads the lengths on the host, once per forward pass."""
+        """See `Attention.plan`. Attention will read the lengths on the host, once per forward pass."""
         if tree is None and 1 < num_new <= _SHORT:
             tree = torch.ones(num_new, num_new, dtype=torch.bool, device=lengths.device).tril()
-        return AttentionPlan(lengths, num_new, tree, tuple(lengths.tolist()), sinks, window)
+        return AttentionPlan(lengths, num_new, tree, sinks, window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """See `Attention.attend`."""

@@ -291,7 +291,7 @@ class BatchAttention(TorchAttention):
         assert window is None, "all of a row's keys are seen here"
         ends = (lengths + num_new).to(torch.int32)
         used = int(ends.max()) if lengths.device.type == "cpu" else None
-        return _BatchPlan(lengths, num_new, None, (), ends=ends, used=used)
+        return _BatchPlan(lengths, num_new, None, ends=ends, used=used)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """See `Attention.attend`."""

@@ -1,0 +1,329 @@
+"""Attention of a few queries per row over a long KV cache: two launches, whatever the lengths.
+
+The first launch cuts each row's prefix into parts and attends to each; the query heads that share a KV
+head are rows of one tile, so a key is read once for all of them. The second attends to the new nodes, which
+stand right behind the prefix, and merges that with the parts by their lse. How long the prefix is, only the
+kernels read: the grid follows the shapes, and a program without work ends at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from longspec.kernels.tiling import Tiling, choose_slice, choose_splits, choose_tiling
+
+# Rows of a program that merges: the least that `tl.dot` takes.
+_MERGE_ROWS = 16
+_UNBOUNDED = 2**31 - 1
+
+
+@triton.jit
+def _absorb(
+    q, k, v, visible, high, total, acc, scale, PRECISION: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """One more tile of keys: `high` is the largest score so far, times `scale`, a power of two's exponent."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if MASKED:
+        scores = tl.where(visible, scores, -float("inf"))
+    higher = tl.maximum(high, tl.max(scores, 1) * scale)
+    # A row that has seen nothing yet: -inf less -inf would be nan.
+    base = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher
+    weights = tl.exp2(scores * scale - base[:, None])
+    fade = tl.exp2(high - base)
+    total = total * fade + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return higher, total, acc
+
+
+@triton.jit
+def _parts(length, window, num_splits, UNIT: tl.constexpr):
+    """Where the last `window` entries of the prefix begin, and how many of them one part takes."""
+    begin = tl.maximum(length - window, 0)
+    share = tl.cdiv(tl.cdiv(length - begin, num_splits), UNIT) * UNIT
+    return begin, tl.maximum(share, UNIT)
+
+
+@triton.jit
+def _query_offsets(row, head, stride_t, stride_h, group):
+    """Where the folded rows of a KV head stand: row r is query r // group of the group's head r % group."""
+    return (row // group) * stride_t + (head * group + row % group) * stride_h
+
+
+@triton.jit
+def _absorb_edge(
+    query, k, v, b, head, first, end, high, total, acc, scale,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The keys from `first` on that come before `end`, less than a tile of them."""
+    valid = first + tl.arange(0, BLOCK_S) < end
+    key = k.load([b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
+    value = v.load([b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
+    # What lies behind may be nan, which a weight of 0 would let through.
+    value = tl.where(valid[:, None], value, 0.0)
+    return _absorb(query, key, value, valid[None, :], high, total, acc, scale, PRECISION, True)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits", "sinks", "window", "heads", "group"])
+def _prefix_kernel(
+    q, k, v, lengths, part_out, part_lse, q_b, q_t, q_h,
+    num_rows, num_splits, sinks, window, heads, group, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    SINKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """k and v are descriptors, so that whole tiles are copied by the hardware; what is outside reads as 0."""
+    # Tiles of the same keys are neighbours, so that they find them in the L2 cache.
+    tile, split, problem = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, head = problem // heads, problem % heads
+    row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    inside = (row < num_rows)[:, None] & (d < D)[None, :]
+    rows_at = q + b.to(tl.int64) * q_b + _query_offsets(row, head, q_t, q_h, group)
+    query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
+    length = tl.load(lengths + b).to(tl.int32)
+    begin, share = _parts(length, window, num_splits, BLOCK_S)
+    start = begin + split * share
+    if start >= length:
+        return
+    end = tl.minimum(start + share, length)
+
+    high = tl.full([BLOCK_R], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+
+    if SINKS:
+        last = tl.where(split == 0, tl.minimum(sinks, begin), 0)
+        for first in tl.range(0, last, BLOCK_S):
+            high, total, acc = _absorb_edge(
+                query, k, v, b, head, first, last, high, total, acc, scale, BLOCK_D, BLOCK_S, PRECISION
+            )
+    edge = start + (end - start) // BLOCK_S * BLOCK_S
+    for first in tl.range(start, edge, BLOCK_S):
+        key = k.load([b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
+        value = v.load([b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
+        high, total, acc = _absorb(query, key, value, row, high, total, acc, scale, PRECISION, False)
+    if edge < end:
+        high, total, acc = _absorb_edge(
+            query, k, v, b, head, edge, end, high, total, acc, scale, BLOCK_D, BLOCK_S, PRECISION
+        )
+
+    place = (problem.to(tl.int64) * num_splits + split) * num_rows + row
+    tl.store(part_out + place[:, None] * D + d[None, :], acc / total[:, None], mask=inside)
+    tl.store(part_lse + place, high + tl.log2(total), mask=row < num_rows)
+
+
+@triton.jit
+def _load_parts(
+    part_out, part_lse, first, num_parts, at, row, num_rows, d, D: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Results of PARTS parts from `first` on; those beyond the last weigh nothing."""
+    part = first + tl.arange(0, PARTS)
+    place = (at + part)[:, None] * num_rows + row[None, :]
+    mask = (part < num_parts)[:, None] & (row < num_rows)[None, :]
+    lses = tl.load(part_lse + place, mask=mask, other=-float("inf"))
+    mask = mask[:, :, None] & (d < D)[None, None, :]
+    return lses, tl.load(part_out + place[:, :, None] * D + d[None, None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _absorb_parts(lses, outs, high, total, acc):
+    higher = tl.maximum(high, tl.max(lses, 0))
+    base = tl.where(higher == -float("inf"), 0.0, higher)
+    weights = tl.exp2(lses - base[None, :])
+    fade = tl.exp2(high - base)
+    total = total * fade + tl.sum(weights, 0)
+    return higher, total, acc * fade[:, None] + tl.sum(outs * weights[:, :, None], 0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_nodes", "num_splits", "window", "heads", "group"])
+def _merge_kernel(
+    q, k, v, tree, lengths, part_out, part_lse, out, lse,
+    q_b, q_t, q_h, k_b, k_h, k_s, v_b, v_h, v_s, tree_b, tree_t,
+    num_rows, num_nodes, num_splits, window, heads, group, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLICE: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, NODES: tl.constexpr, TREE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """SLICE numbers of each head's result: the scores are had again for each slice, being few."""
+    tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, head = problem // heads, problem % heads
+    row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    ours = tl.program_id(2) * SLICE + tl.arange(0, SLICE)
+    rows_at = q + b * q_b + _query_offsets(row, head, q_t, q_h, group)
+    query = tl.load(
+        rows_at[:, None] + d[None, :], mask=(row < num_rows)[:, None] & (d < D)[None, :], other=0.0
+    )
+    length = tl.load(lengths + b).to(tl.int32)
+    begin, share = _parts(length, window, num_splits, UNIT)
+    num_parts, at = tl.cdiv(length - begin, share), problem * num_splits
+    # Asked for before the nodes are attended to, so that they are there afterwards.
+    lses, outs = _load_parts(part_out, part_lse, 0, num_parts, at, row, num_rows, ours, D, PARTS)
+    high = tl.full([BLOCK_R], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, SLICE], tl.float32)
+    if NODES:
+        k += b * k_b + head * k_h + length.to(tl.int64) * k_s
+        v += b * v_b + head * v_h + length.to(tl.int64) * v_s
+        for first in tl.range(0, num_nodes, BLOCK_N):
+            node = first + tl.arange(0, BLOCK_N)
+            real = (node < num_nodes)[:, None]
+            key = tl.load(k + (node * k_s)[:, None] + d[None, :], mask=real & (d < D)[None, :], other=0.0)
+            value_at = v + (node * v_s)[:, None] + ours[None, :]
+            value = tl.load(value_at, mask=real & (ours < D)[None, :], other=0.0)
+            pairs = (row < num_rows)[:, None] & (node < num_nodes)[None, :]
+            if TREE:
+                sees_at = tree + b * tree_b + (row // group * tree_t)[:, None] + node[None, :]
+                visible = tl.load(sees_at, mask=pairs, other=0) != 0
+            else:
+                visible = pairs & (node[None, :] <= (row // group)[:, None])
+            high, total, acc = _absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
+    high, total, acc = _absorb_parts(lses, outs, high, total, acc)
+    for first in tl.range(PARTS, num_parts, PARTS):
+        lses, outs = _load_parts(part_out, part_lse, first, num_parts, at, row, num_rows, ours, D, PARTS)
+        high, total, acc = _absorb_parts(lses, outs, high, total, acc)
+    _write(out, lse, b, head, row, ours, high, total, acc, num_rows, heads, group, D)
+
+
+@triton.jit
+def _write(
+    out, lse, b, head, row, d, high, total, acc, num_rows, heads, group, D: tl.constexpr
+):  # fmt: skip
+    """Put a tile of results, [B, T, H, D] and [B, T, H]; a row that saw nothing gets 0 and -inf."""
+    # Folded rows are the queries' heads of one KV head: T is num_rows / group.
+    first = b * (num_rows // group) * heads * group
+    place = first + _query_offsets(row, head, heads * group, 1, group)
+    result = acc / tl.where(total == 0, 1.0, total)[:, None]
+    inside = (row < num_rows)[:, None] & (d < D)[None, :]
+    tl.store(out + place[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=inside)
+    ln_two = 0.6931471805599453
+    tl.store(lse + place, (high + tl.log2(total)) * ln_two, mask=row < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "heads", "group"])
+def _masked_kernel(
+    q, k, v, sees, out, lse,
+    q_b, q_t, q_h, k_b, k_h, k_s, v_b, v_h, v_s, sees_b, sees_t,
+    num_rows, num_keys, heads, group, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, head = problem // heads, problem % heads
+    row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    inside = (row < num_rows)[:, None] & (d < D)[None, :]
+    rows_at = q + b * q_b + _query_offsets(row, head, q_t, q_h, group)
+    query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
+    k += b * k_b + head * k_h
+    v += b * v_b + head * v_h
+    sees += b * sees_b
+    high = tl.full([BLOCK_R], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    for first in tl.range(0, num_keys, BLOCK_S):
+        entry = first + tl.arange(0, BLOCK_S)
+        pairs = (row < num_rows)[:, None] & (entry < num_keys)[None, :]
+        sees_at = sees + (row // group * sees_t)[:, None] + entry[None, :]
+        visible = tl.load(sees_at, mask=pairs, other=0) != 0
+        mask = (entry < num_keys)[:, None] & (d < D)[None, :]
+        key = tl.load(k + (entry * k_s)[:, None] + d[None, :], mask=mask, other=0.0)
+        value = tl.load(v + (entry * v_s)[:, None] + d[None, :], mask=mask, other=0.0)
+        high, total, acc = _absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
+    _write(out, lse, b, head, row, d, high, total, acc, num_rows, heads, group, D)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    tree: Tensor | None = None,
+    nodes: bool = True,
+    sinks: int = 0,
+    window: int | None = None,
+    tiling: Tiling | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Queries q [B, T, H, D] over a cache k, v [B, K, S, D]: `out` like q, and `lse` fp32 [B, T, H].
+
+    Each query sees the row's first `lengths` [B] entries, or of those only the first `sinks` and the last
+    `window`. With `nodes` it also sees, of the T entries right behind them, those that `tree`, bool [T, T]
+    or [B, T, T], allows it; without a tree, those up to its own. The rest is for tuning.
+    """
+    B, T, H, D = q.shape
+    K, capacity = k.shape[1], k.shape[2]
+    num_rows = T * H // K
+    tiling = tiling or choose_tiling(num_rows, D, q.dtype, q.device)
+    num_tiles = triton.cdiv(num_rows, tiling.num_rows)
+    last = _UNBOUNDED if window is None else window
+    assert last > 0, "a window has one entry at least"
+    num_splits = num_splits or choose_splits(num_tiles * B * K, min(capacity, last), tiling, q.device)
+    part_out = torch.empty(B * K * num_splits * num_rows, D, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(B * K * num_splits * num_rows, dtype=torch.float32, device=q.device)
+    out, lse = _results(q)
+    shape = {"D": D, "BLOCK_D": _padded(D), "PRECISION": _precision(q.dtype)}
+    box = [1, 1, tiling.num_keys, shape["BLOCK_D"]]
+    _prefix_kernel[(num_tiles, num_splits, B * K)](
+        q, TensorDescriptor.from_tensor(k, box), TensorDescriptor.from_tensor(v, box), lengths,
+        part_out, part_lse, *q.stride()[:3], num_rows, num_splits, sinks, last, K, H // K, _scale(D), **shape,
+        BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, SINKS=sinks > 0 and window is not None,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+    )  # fmt: skip
+    mask, mask_strides = q, (0, 0)
+    if tree is not None:
+        mask = tree.contiguous().view(torch.uint8)
+        mask_strides = (T * T if tree.ndim == 3 else 0, T)
+    num_tiles = triton.cdiv(num_rows, _MERGE_ROWS)
+    piece, parts = choose_slice(num_tiles * B * K, D, q.device)
+    _merge_kernel[(num_tiles, B * K, triton.cdiv(D, piece))](
+        q, k, v, mask, lengths, part_out, part_lse, out, lse,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides,
+        num_rows, T, num_splits, last, K, H // K, _scale(D), **shape,
+        BLOCK_R=_MERGE_ROWS, BLOCK_N=_node_block(T, D, q.dtype), SLICE=piece, PARTS=parts,
+        UNIT=tiling.num_keys, NODES=nodes, TREE=tree is not None, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return out, lse
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries q [B, T, H, D] over the keys of k, v [B, K, S, D] that `sees`, bool [B, T, S], allows each."""
+    B, T, H, D = q.shape
+    K, num_keys = k.shape[1], k.shape[2]
+    num_rows = T * H // K
+    out, lse = _results(q)
+    sees = sees.contiguous().view(torch.uint8)
+    block = 16 if q.dtype == torch.float32 else 128 if D <= 128 else 64
+    _masked_kernel[(triton.cdiv(num_rows, _MERGE_ROWS), B * K)](
+        q, k, v, sees, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T * num_keys, num_keys,
+        num_rows, num_keys, K, H // K, _scale(D),
+        D=D, BLOCK_D=_padded(D), BLOCK_R=_MERGE_ROWS, BLOCK_S=block,
+        PRECISION=_precision(q.dtype), num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out, lse
+
+
+def _results(q: Tensor) -> tuple[Tensor, Tensor]:
+    assert q.stride(3) == 1, "a head's numbers must lie side by side"
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _padded(head_dim: int) -> int:
+    """The width of tiles: a power of two, and 16 at least, as `tl.dot` wants it."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def _scale(head_dim: int) -> float:
+    """What turns a score into a power of two's exponent."""
+    return 1.4426950408889634 / head_dim**0.5
+
+
+def _precision(dtype: torch.dtype) -> str:
+    # On fp32 the default would be TF32, which keeps ten bits.
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def _node_block(num_nodes: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Nodes that are attended to at a time; 16 is the least that `tl.dot` takes."""
+    most = 16 if dtype == torch.float32 else 32 if head_dim > 128 else 64
+    return max(16, min(most, triton.next_power_of_2(num_nodes)))

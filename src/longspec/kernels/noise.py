@@ -1,0 +1,47 @@
+"""The noise that decides a sampled token, bit for bit that of `longspec.decoding.choose`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+_FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
+_SECOND = tl.constexpr(0x94D049BB133111EB)
+_BLOCK = 1024
+
+
+@triton.jit
+def _mix(x):
+    """The finaliser of SplitMix64, on uint64."""
+    x = (x ^ (x >> 30)) * _FIRST
+    x = (x ^ (x >> 27)) * _SECOND
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def gumbel(seed, position, token) -> tl.tensor:
+    """Gumbel noise in fp64 for token ids at (seed, position), all int64 blocks that broadcast."""
+    key = _mix(_mix(seed.to(tl.uint64) + _GOLDEN) ^ (position.to(tl.uint64) * _GOLDEN))
+    bits = _mix(key + token.to(tl.uint64) * _GOLDEN)
+    # 52 bits and a half: one less that is exact in fp64, so a plain log is as good as log1p.
+    uniform = ((bits >> 12).to(tl.int64).to(tl.float64) + 0.5) * 2.220446049250313e-16
+    return -tl.log(-tl.log(1.0 - uniform))
+
+
+@triton.jit
+def _noise_kernel(seeds, positions, tokens, out, size, BLOCK: tl.constexpr):
+    row, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + i, mask=i < size, other=0)
+    seed, position = tl.load(seeds + row + i * 0), tl.load(positions + row + i * 0)
+    tl.store(out + row * size + i, gumbel(seed, position, token).to(tl.float32), mask=i < size)
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Gumbel noise, fp32 [R, V], for the token ids [V] at (seed, position), all int64, those [R]."""
+    out = torch.empty(seeds.shape[0], tokens.shape[0], dtype=torch.float32, device=seeds.device)
+    grid = (triton.cdiv(tokens.shape[0], _BLOCK), seeds.shape[0])
+    _noise_kernel[grid](seeds, positions, tokens, out, tokens.shape[0], BLOCK=_BLOCK)
+    return out

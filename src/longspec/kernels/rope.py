@@ -1,0 +1,86 @@
+"""From the projection to the cache in one launch: q/k norm, rope, and the new keys and values in place."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_HEADS = 8
+
+
+@triton.jit
+def _head_norm(x, swapped, weight, weight_swapped, eps, D: tl.constexpr):
+    """RMSNorm of heads, and of the same with their halves swapped."""
+    scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    return x * scale * weight, swapped * scale * weight_swapped
+
+
+@triton.jit(do_not_specialize=["num_heads", "num_kv_heads", "num_tokens"])
+def _rope_kernel(
+    qkv, table, positions, entries, q_weight, k_weight, q, keys, values,
+    stride, table_half, k_b, k_h, k_s, v_b, v_h, v_s,
+    num_heads, num_kv_heads, num_tokens, eps,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_q = (head < num_heads)[:, None]
+    is_k = ((head >= num_heads) & (head < num_heads + num_kv_heads))[:, None]
+    is_v = ((head >= num_heads + num_kv_heads) & (head < num_heads + 2 * num_kv_heads))[:, None]
+    other = (d + D // 2) % D
+    real = (d < D)[None, :]
+    inside = (is_q | is_k | is_v) & real
+    head_at = (qkv + token * stride) + head[:, None] * D
+    raw = tl.load(head_at + d[None, :], mask=inside, other=0.0)
+    x = raw.to(tl.float32)
+    swapped = tl.load(head_at + other[None, :], mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        ours, theirs = d[None, :] + head[:, None] * 0, other[None, :] + head[:, None] * 0
+        weight = tl.load(q_weight + ours, mask=is_q & real, other=0.0).to(tl.float32)
+        weight += tl.load(k_weight + ours, mask=is_k & real, other=0.0).to(tl.float32)
+        weight_swapped = tl.load(q_weight + theirs, mask=is_q & real, other=0.0).to(tl.float32)
+        weight_swapped += tl.load(k_weight + theirs, mask=is_k & real, other=0.0).to(tl.float32)
+        x, swapped = _head_norm(x, swapped, weight, weight_swapped, eps, D)
+    position = tl.load(positions + token)
+    cos = tl.load(table + position * D + d, mask=d < D, other=0.0)[None, :]
+    sin = tl.load(table + table_half + position * D + d, mask=d < D, other=0.0)[None, :]
+    rotated = (x * cos + swapped * sin).to(raw.dtype)
+
+    tl.store(q + (token * num_heads + head[:, None]) * D + d[None, :], rotated, mask=is_q & real)
+    b, entry = token // num_tokens, tl.load(entries + token)
+    k_head, v_head = head - num_heads, head - num_heads - num_kv_heads
+    k_at = keys + b * k_b + entry * k_s + k_head.to(tl.int64)[:, None] * k_h + d[None, :]
+    tl.store(k_at, rotated, mask=is_k & real)
+    v_at = values + b * v_b + entry * v_s + v_head.to(tl.int64)[:, None] * v_h + d[None, :]
+    tl.store(v_at, raw, mask=is_v & real)
+
+
+def rope_write(
+    qkv: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    entries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    norm: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    """Rotated queries [B, T, H, D]; keys and values go into `keys` and `values` [B, K, S, D].
+
+    qkv [B, T, (H + 2 K) D] is the projection; table [2, capacity, D] is `RopeTable.table`; positions and
+    entries, int64 [B, T], say where each token stands in the text and in the cache. `norm` is the weights
+    [D] of the queries' and the keys' RMSNorm and its eps.
+    """
+    B, T, width = qkv.shape
+    K, D = keys.shape[1], keys.shape[3]
+    H = width // D - 2 * K
+    qkv = qkv.contiguous()
+    q = torch.empty(B, T, H, D, dtype=qkv.dtype, device=qkv.device)
+    q_weight, k_weight, eps = norm if norm is not None else (table, table, 0.0)
+    _rope_kernel[(B * T, triton.cdiv(H + 2 * K, _HEADS))](
+        qkv, table, positions.contiguous(), entries.contiguous(), q_weight, k_weight, q, keys, values,
+        width, table.stride(0), *keys.stride()[:3], *values.stride()[:3], H, K, T, eps,
+        D=D, BLOCK_D=triton.next_power_of_2(D), HEADS=_HEADS, NORM=norm is not None, num_warps=2,
+    )  # fmt: skip
+    return q

@@ -1,0 +1,94 @@
+"""How attention is cut into programs: tile sizes by shape and type, splits by what the GPU holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import triton
+
+# Multiprocessors and shared memory that the interpreter pretends to have: enough for a few splits.
+_PRETENDED = (2, 232448)
+# Shared memory for what the compiler keeps beside the tiles.
+_SPARE = 2048
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One program's share of an attention problem."""
+
+    num_rows: int
+    """Folded query rows of a tile."""
+    num_keys: int
+    """Keys that are read at a time."""
+    num_warps: int
+    num_stages: int
+
+    def num_bytes(self, head_dim: int, dtype: torch.dtype) -> int:
+        """Shared memory of a program: the queries, and the keys and values under way."""
+        num_entries = self.num_rows + 2 * self.num_stages * self.num_keys
+        return num_entries * triton.next_power_of_2(head_dim) * dtype.itemsize
+
+
+def choose_tiling(num_rows: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiling:
+    """The tile for `num_rows` folded rows: what was fastest on an H200, cut down to what the GPU holds."""
+    tiling = _measured(num_rows, head_dim > 128, dtype)
+    _, shared = _gpu(device)
+    while tiling.num_bytes(head_dim, dtype) > shared - _SPARE:
+        if tiling.num_stages > 2:
+            tiling = replace(tiling, num_stages=tiling.num_stages - 1)
+        else:
+            tiling = replace(tiling, num_keys=tiling.num_keys // 2)
+    return tiling
+
+
+def _measured(num_rows: int, wide: bool, dtype: torch.dtype) -> Tiling:
+    """See `longspec.bench.attention`."""
+    if dtype == torch.float32:  # by plain multiply-add, no tensor cores: small tiles or registers spill
+        return Tiling(16, 16, 8, 2)
+    if num_rows <= 16:
+        return Tiling(16, 64, 8, 3) if wide else Tiling(16, 128, 4, 3)
+    if num_rows <= 32:
+        return Tiling(32, 64 if wide else 128, 8, 3)
+    if num_rows <= 64:
+        return Tiling(64, 64, 8, 3) if wide else Tiling(64, 128, 4, 3)
+    if num_rows <= 128:
+        return Tiling(128, 64, 8, 2 if wide else 3)
+    return Tiling(128, 64, 8, 2) if wide else Tiling(128, 128, 8, 3)
+
+
+def choose_splits(num_programs: int, capacity: int, tiling: Tiling, device: torch.device) -> int:
+    """Into how many parts the keys are cut when one part takes `num_programs` programs.
+
+    One such program fills a multiprocessor's shared memory, so the time is that of the fullest one: rounds
+    of programs times the length of each, and a little for each part that must be merged.
+    """
+    sms, _ = _gpu(device)
+    most = min(triton.cdiv(capacity, tiling.num_keys), max(1, 4 * sms // num_programs))
+    return min(
+        range(1, most + 1),
+        key=lambda splits: triton.cdiv(num_programs * splits, sms) / splits + 0.0003 * splits,
+    )
+
+
+def choose_slice(num_programs: int, head_dim: int, device: torch.device) -> tuple[int, int]:
+    """How many numbers of each head's result a merging program has, and how many parts it takes at a time.
+
+    `num_programs` have all rows between them. Where those are few, slices bring more programs to work.
+    """
+    sms, _ = _gpu(device)
+    if 8 * num_programs <= sms:
+        return 16, 16
+    if 2 * num_programs <= sms:
+        return 32, 16
+    return max(16, min(64, triton.next_power_of_2(head_dim))), 8
+
+
+@cache
+def _gpu(device: torch.device) -> tuple[int, int]:
+    """How many multiprocessors it has, and how many bytes of shared memory a program may take."""
+    if device.type != "cuda":
+        return _PRETENDED
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return properties["multiprocessor_count"], properties["max_shared_mem"]

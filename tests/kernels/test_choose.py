@@ -1,0 +1,87 @@
+"""The kernels choose what `choose` does; a level of the tree is what topk over log-softmax gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longspec.decoding.choose import Sampling, choose, gumbel
+from longspec.kernels.choose import choose_tokens
+from longspec.kernels.noise import gumbel_noise
+from longspec.kernels.topk import best_children
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SETTINGS = [
+    Sampling(),
+    Sampling(repetition_penalty=1.3),
+    Sampling(1.0),
+    Sampling(0.7, top_k=40),
+    Sampling(1.5, top_p=0.9),
+    Sampling(0.6, top_k=20, top_p=0.95, min_p=0.02, repetition_penalty=1.1),
+    Sampling(1e-30, min_p=0.3),
+    Sampling(2.0, top_k=1),
+    Sampling(1.0, top_p=1e-6),
+]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_tokens_are_those_of_choose(sampling: Sampling) -> None:
+    many = 2000 if DEVICE.type == "cuda" else 8
+    generator = torch.Generator().manual_seed(1)
+    for size, spread, num_rows in ((40, 1.0, many // 4), (1500, 4.0, 3), (4999, 0.1, many)):
+        logits = spread * torch.randn(num_rows, size, generator=generator)
+        logits[:, 3] = logits[:, 1]  # a tie, at times for the best
+        seeds = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator)
+        positions = torch.randint(300_000, (num_rows,), generator=generator)
+        seen = torch.rand(num_rows, size, generator=generator) < 0.3
+        expected = choose(logits, sampling, seeds, positions, seen)
+        found = choose_tokens(
+            logits.to(DEVICE),
+            seeds.to(DEVICE),
+            positions.to(DEVICE),
+            sampling.temperature,
+            int(sampling.top_k),
+            sampling.top_p,
+            sampling.min_p,
+            sampling.repetition_penalty,
+            seen.to(DEVICE),
+        )
+        assert torch.equal(found.cpu(), expected), (found.cpu() != expected).sum()
+
+
+def test_noise_is_that_of_choose() -> None:
+    seeds, positions, tokens = torch.tensor([5, -(2**62)]), torch.tensor([0, 262143]), torch.arange(5000)
+    noise = gumbel_noise(seeds.to(DEVICE), positions.to(DEVICE), tokens.to(DEVICE))
+    torch.testing.assert_close(noise.cpu(), gumbel(seeds, positions, tokens).float(), atol=0, rtol=2e-7)
+
+
+@pytest.mark.parametrize(("n", "size", "width"), [(1, 50, 8), (3, 9000, 64), (5, 20000, 7), (2, 3, 64)])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_children_are_the_best_of_the_level(n: int, size: int, width: int, sampled: bool) -> None:
+    generator = torch.Generator().manual_seed(size)
+    logits = 3 * torch.randn(2, n, size, generator=generator)
+    logits[0, 0, 1] = -torch.inf
+    scores, noise = (torch.randn(2, m, generator=generator) for m in (n, size))
+    temperature = 0.7 if sampled else 1.0
+    exact = logits.double() / temperature + (noise[:, None] if sampled else 0)
+    exact = scores[:, :, None].double() + exact.log_softmax(-1)
+    given = (temperature, noise.to(DEVICE)) if sampled else ()
+    tokens, parents, best = (
+        x.cpu() for x in best_children(logits.to(DEVICE), scores.to(DEVICE), width, *given)
+    )
+    count = min(width, size)
+    # what torch would keep: the best of each node, then the best of those
+    expected = exact.topk(count).values.flatten(1).topk(min(width, n * count)).values
+    torch.testing.assert_close(best.double(), expected, atol=1e-5, rtol=1e-5)
+    # and the tokens and nodes are the ones with those scores, none of them twice
+    flat = parents * size + tokens
+    torch.testing.assert_close(exact.flatten(1).gather(1, flat).float(), best, atol=1e-5, rtol=1e-5)
+    assert all(len(set(row)) == len(row) for row in flat.tolist())
+
+
+def test_a_draft_that_computes_nan_still_gives_a_level() -> None:
+    logits = torch.full((1, 2, 300), torch.nan, device=DEVICE)
+    tokens, parents, best = best_children(logits, torch.zeros(1, 2, device=DEVICE), 16)
+    assert (best == -torch.inf).all()
+    assert ((tokens >= 0) & (tokens < 300)).all()
+    assert ((parents >= 0) & (parents < 2)).all()

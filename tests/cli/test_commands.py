@@ -275,6 +275,8 @@ class Terminal:
     def __init__(self, *arguments: str, **environment: str) -> None:
         self.pid, self.file = pty.fork()
         if self.pid == 0:
+            # Whoever runs the tests in the background had interrupts ignored, which would be inherited.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execvpe(arguments[0], arguments, os.environ | environment)
         self.seen = ""
 

@@ -71,8 +71,12 @@ def _explain(result: Generation, tokenizer: Any) -> int:
     from longspec.cli.terminal import explained, figures, in_colour, legend
     from longspec.text import pieces_of
 
-    colour = in_colour()
-    print(explained(pieces_of(tokenizer, result.token_ids), result.depths, colour))
+    colour, shown, pieces = in_colour(), 0, []
+    for piece in pieces_of(tokenizer, result.token_ids):
+        # The tokens may go on into a stop string, which is no part of the text.
+        pieces.append(piece[: len(result.text) - shown])
+        shown += len(pieces[-1])
+    print(explained(pieces, result.depths, colour))
     print(legend(colour), file=sys.stderr)
     print(figures(result), file=sys.stderr)
     return 0

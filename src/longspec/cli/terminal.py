@@ -46,7 +46,7 @@ def explained(pieces: Sequence[str], depths: Sequence[int], colour: bool) -> str
     """An answer with each token marked by how it came.
 
     In colour: green is drafted and accepted, the darker the deeper; what the target said itself is plain.
-    Without: an accepted token stands in braces with its depth, {2 so}.
+    Without: an accepted token stands in braces with its depth, {2:so}.
     """
     marked = []
     for piece, depth in zip(pieces, depths, strict=True):
@@ -56,8 +56,8 @@ def explained(pieces: Sequence[str], depths: Sequence[int], colour: bool) -> str
             shade = _SHADES[min(depth, len(_SHADES)) - 1]
             lines = text.split("\n")
             text = "\n".join(f"\x1b[48;5;{shade}m\x1b[30m{line}\x1b[0m" if line else "" for line in lines)
-        elif depth:
-            text = f"{{{depth}{text}}}"
+        elif depth and text:
+            text = f"{{{depth}:{text}}}"
         marked.append(text)
     return "".join(marked)
 
@@ -65,7 +65,7 @@ def explained(pieces: Sequence[str], depths: Sequence[int], colour: bool) -> str
 def legend(colour: bool) -> str:
     """What `explained` means."""
     if not colour:
-        return "[{N token}: drafted and accepted at depth N; the rest: from the target itself]"
+        return "[{N:token}: drafted and accepted at depth N; the rest: from the target itself]"
     shades = " ".join(f"\x1b[48;5;{shade}m\x1b[30m {depth} \x1b[0m" for depth, shade in enumerate(_SHADES, 1))
     return f"[drafted and accepted at depth {shades} or more; plain: from the target itself]"
 

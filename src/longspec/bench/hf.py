@@ -112,7 +112,7 @@ class _Static(Transformers):
             if fresh:
                 # Twice: one call compiles, the next may record a graph.
                 for _ in range(2):
-                    super().answer(prompt, replace(asked, max_new_tokens=4))
+                    super().answer(prompt, replace(asked, max_new_tokens=min(4, asked.max_new_tokens)))
                     self._empty(length)
             self._empty(length)
             return super().answer(prompt, asked)

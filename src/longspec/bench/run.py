@@ -6,7 +6,7 @@ import gc
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longspec.api import LongSpec
@@ -74,7 +74,10 @@ def measure(
             group = (runner.label, place.workload, place.item.kind)
             if group not in warm:
                 runner.forget()
-                runner.answer(place.item.prompt(model, []), Asked(WARM_UP, place.temperature, 0))
+                runner.answer(
+                    place.item.prompt(model, []),
+                    Asked(min(WARM_UP, plan.max_new_tokens), place.temperature, 0),
+                )
                 warm.add(group)
             vanilla = done.get((*place.key("vanilla")[:4], 0))
             row = _row(model, runner, place, plan.max_new_tokens, vanilla)
@@ -138,7 +141,7 @@ def _row(model: LongSpec, runner: Runner, place: Place, max_new_tokens: int, van
         row["depths"] = [answer.depths for answer in answers]
         row["pieces"] = pieces
         if place.first_of_kind:
-            row["parts"] = runner.parts(prompts[0], Asked(PARTS, place.temperature, place.seed))
+            row["parts"] = runner.parts(prompts[0], replace(asked, max_new_tokens=min(PARTS, max_new_tokens)))
     # Sampled, `transformers` has noise of its own: there is nothing to compare.
     row["compared"] = vanilla is not None and (place.temperature == 0 or answers[0].depths is not None)
     row["difference"] = _difference(model, row, prompts, answers, vanilla) if row["compared"] else None

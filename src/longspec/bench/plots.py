@@ -26,6 +26,7 @@ def draw_all(figures: Sequence[Figures]) -> dict[str, bytes]:
         if not draw(axes, figures):
             continue
         axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
         buffer = io.BytesIO()
         # Without the version of matplotlib, the same figures give the same bytes.
         figure.savefig(buffer, format="png", dpi=100, metadata={"Software": None})
@@ -49,9 +50,12 @@ def _speedup_by_context(axes: Any, figures: Sequence[Figures]) -> bool:
         lower = [one.median - one.least for one in ratios]
         upper = [one.most - one.median for one in ratios]
         medians, lengths = [one.median for one in ratios], [one.prompt_tokens for one in own]
-        style = {"color": f"C{index}", "marker": "o", "capsize": 3, "label": method}
+        # Only lengths of one kind of text make a curve; prompts of different kinds are points.
+        line = "-" if all(one.kind.isdecimal() for one in own) else "none"
+        style = {"color": f"C{index}", "marker": "o", "capsize": 3, "label": method, "linestyle": line}
         axes.errorbar(lengths, medians, yerr=[lower, upper], **style)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set(xlabel="prompt tokens", ylabel="decoding speed against vanilla")
     axes.legend()
     return True
@@ -67,6 +71,7 @@ def _acceptance_by_depth(axes: Any, figures: Sequence[Figures]) -> bool:
             axes.plot(depths, one.acceptance, color=f"C{index}", marker="o", alpha=0.6, label=label)
             drawn = True
     axes.set(xlabel="depth", ylabel="share of rounds accepted there", ylim=(0, 1))
+    axes.locator_params(axis="x", integer=True)
     if drawn:
         axes.legend()
     return drawn

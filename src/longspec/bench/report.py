@@ -29,7 +29,7 @@ th, td { padding: .25rem .7rem; border-bottom: 1px solid #d9dde2; text-align: le
 td { font-variant-numeric: tabular-nums; }
 tr.first td { border-top: 2px solid #8a929c; }
 .scroll { overflow-x: auto; }
-figure { display: inline-block; margin: 0 1rem 1rem 0; max-width: 34rem; }
+figure { display: inline-block; margin: 0 1rem 1rem 0; width: 32rem; max-width: 100%; }
 figure img { width: 100%; }
 figcaption, .small { color: #59636e; font-size: 13px; }
 code { background: #f2f4f6; padding: .1rem .3rem; overflow-wrap: anywhere; }

@@ -60,7 +60,7 @@ class Figures:
     different: int
     """Those of them that were not the same."""
     largest_margin: float | None
-    """Of the differences: by how many logits the target preferred vanilla's token."""
+    """Of the differences: how many logits lay between the two tokens, whichever a fresh pass prefers."""
     parts: dict[str, float] | None
     """Seconds of an average round."""
 
@@ -117,7 +117,7 @@ def _figures(kind: str, method: str, by_method: dict[str, list[Row]]) -> Figures
         memory_above_start=max(row["memory_above_start"] for row in rows),
         compared=sum(row["compared"] for row in rows),
         different=sum(row["difference"] is not None for row in rows),
-        largest_margin=max((margin for margin in margins if margin is not None), default=None),
+        largest_margin=max((abs(margin) for margin in margins if margin is not None), default=None),
         parts=_parts(rows),
     )
 

@@ -16,6 +16,8 @@ from longspec.config import DraftConfig
 from longspec.models.draft import GlideDraft
 from tests.bench.rows import made_row, made_run
 
+ROOT = Path(__file__).parent.parent.parent
+
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -137,3 +139,8 @@ def test_the_headline_is_made_from_the_rows(tmp_path: Path, capsys: pytest.Captu
     assert "stale" not in text
     readme.write_text("no place")
     assert headline(flags) == 2
+
+
+def test_the_committed_table_is_that_of_the_committed_runs() -> None:
+    page = ROOT / "docs" / "benchmarks.md"
+    assert headline(["--results", str(ROOT / "docs" / "results"), str(page), "--check"]) == 0

@@ -97,7 +97,7 @@ class Request:
             tokens = engine.encoder.encode(prompt, settings.raw, vocab_size)
             room = _room(engine.max_length, len(tokens), settings.max_new_tokens)
             self.rows.append(Row(tokens, seed, room, eos_ids, text.push_and_check))
-        self._method, self._acceptance = self._choose_method(settings.method)
+        self.method, self._acceptance = self._choose_method(settings.method)
         self._state: DecodeState | None = None
         self._closed = False
         self._seconds = self._prefill_seconds = 0.0
@@ -127,12 +127,12 @@ class Request:
             yield
 
     def _decode(self) -> Iterator[bool]:
-        engine, slack = self._engine, self._method.num_nodes
+        engine, slack = self._engine, self.method.num_nodes
         needed = max(len(row.prompt) + row.max_new_tokens for row in self.rows) + slack
         prompts = [row.prompt for row in self.rows]
         cache = engine.store.take(engine.target, prompts, needed, engine.max_length + slack, slack)
         state = self._state = start(engine.target, cache, self.rows, self._sampling)
-        for _ in decode(state, self._method, self._acceptance):
+        for _ in decode(state, self.method, self._acceptance):
             self._prefill_seconds = state.prefill_seconds
             self._num_prefilled = state.num_prefilled
             for row, text in zip(self.rows, self.texts, strict=True):
@@ -165,12 +165,13 @@ class Request:
             rounds=row.num_rounds,
             tau=row.tau,
             accepted_by_depth=list(row.accepted_by_depth),
+            depths=list(row.depths),
             seconds=self._seconds,
             prefill_seconds=self._prefill_seconds,
-            method=self._method.name,
-            tree_shape=list(self._method.tree_shape) if self._method.tree_shape else None,
+            method=self.method.name,
+            tree_shape=list(self.method.tree_shape) if self.method.tree_shape else None,
             target=self._engine.name,
-            draft=self._engine.draft_name if self._method.name in ("seq", "tree") else None,
+            draft=self._engine.draft_name if self.method.name in ("seq", "tree") else None,
             device=str(target.device),
             dtype=str(target.dtype).removeprefix("torch."),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ class _Watched:
 
     def __init__(self, method: Method, now: Callable[[], float]) -> None:
         self.name, self.tree_shape, self.num_nodes = method.name, method.tree_shape, method.num_nodes
+        # The host holds the watch.
+        self.device_key: tuple[Hashable, ...] | None = None
         self._method, self._now = method, now
         self.seconds = 0.0
         self.proposing = False

@@ -21,12 +21,12 @@ _CAPTIONS = {
     "time_by_part": "Where the time of an average round goes, watched in a generation of its own.",
 }
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
   color: #1b1f24; background: #fff; }
 h1, h2, h3 { line-height: 1.2; }
 table { border-collapse: collapse; margin: 1rem 0; font-size: 14px; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid #d9dde2; text-align: left; }
-td { font-variant-numeric: tabular-nums; }
+td { font-variant-numeric: tabular-nums; white-space: nowrap; }
 tr.first td { border-top: 2px solid #8a929c; }
 .scroll { overflow-x: auto; }
 figure { display: inline-block; margin: 0 1rem 1rem 0; width: 32rem; max-width: 100%; }

@@ -107,9 +107,16 @@ class Glide:
         assert self.ring is not None
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
         positions = ((end - counts)[:, None] + offsets).clamp(min=0)
-        x, rope = _embed(state, tokens, positions)
-        _, k, v = self._draft.project(x, rope)
-        self.ring.append(k, v, positions, offsets < counts[:, None])
+        entries = self.ring.claim(positions, offsets < counts[:, None])
+        x = F.embedding(tokens, state.target.embedding)
+        if state.target.attention.fuses(x):
+            from longspec.models.fused import write_draft
+
+            place = (self.ring.keys, self.ring.values, entries)
+            write_draft(self._draft, x, state.target.rope.table, positions, place)
+            return
+        _, k, v = self._draft.project(x, state.target.rope(positions))
+        self.ring.put(entries, k, v)
 
     def _forward(self, state: DecodeState, levels: list[_Level], plan: AttentionPlan) -> Tensor:
         """Hidden states [B, n, E] of the last level. The root's own KV is in the ring already."""
@@ -121,17 +128,41 @@ class Glide:
         if depth:
             nodes = ancestors(torch.cat([one.parents for one in levels], 1))[:, first:]
             nodes[:, :, 0] = False  # the root is seen in the ring
+        sees = self.ring.sees(positions, nodes)
+        x, feature = F.embedding(level.tokens, state.target.embedding), state.feature[:, None]
         attention = _RingAttention(
             state.target.attention,
             self.ring,
-            self.ring.sees(positions, nodes),
+            sees,
             first if depth else None,
             state.cache,
             self._layers,
             plan,
         )
-        x, rope = _embed(state, level.tokens, positions)
-        return self._draft(x, rope, attention, state.feature[:, None])
+        if state.target.attention.fuses(x):
+            return self._fused(state, x, positions, attention)
+        return self._draft(x, state.target.rope(positions), attention, feature)
+
+    def _fused(self, state: DecodeState, x: Tensor, positions: Tensor, where: _RingAttention) -> Tensor:
+        from longspec.models.fused import run_draft
+
+        ring = where.ring
+        if where.first is None:  # the root's keys and values are there; the same ones are written again
+            entries = positions % ring.window
+        else:
+            entries = ring.node_entries(where.first, x.shape[1])
+        return run_draft(
+            self._draft,
+            x,
+            state.target.rope.table,
+            positions,
+            (ring.keys, ring.values, entries),
+            where.sees,
+            where.backend,
+            [state.cache.layer(layer) for layer in self._layers],
+            where.plan,
+            state.feature[:, None],
+        )
 
     def _best_level(self, state: DecodeState, levels: list[_Level], logits: Tensor, depth: int) -> _Level:
         """The best children of the last level's nodes, chosen across the whole level."""
@@ -196,7 +227,3 @@ class _RingAttention:
     def attend_cross(self, index: int, q: Tensor) -> Tensor:
         """See `DraftAttention.attend_cross`. Every node of a round lags so far as to see all the prefix."""
         return self.backend.prefix(q, *self.cache.layer(self.layers[index]), self.plan)[0]
-
-
-def _embed(state: DecodeState, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    return F.embedding(tokens, state.target.embedding), state.target.rope(positions)

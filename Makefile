@@ -13,10 +13,10 @@ test: .venv/ready  ## set up, then everything that guards a change
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not full"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not full"
 
 test-full: .venv/ready  ## the tests that take minutes as well
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist worksteal
 
 bench: .venv/ready  ## vanilla decoding side by side with transformers
 	$(BIN)/longspec bench vanilla

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 from longspec.decoding.auto import Drafting, Guarded, Plan
 from longspec.decoding.choose import Sampling
+from longspec.decoding.device import needs_no_host
 from longspec.decoding.loop import Acceptance, DecodeState, Method, decode, start
 from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.reuse import PrefixStore
@@ -110,7 +111,9 @@ class Request:
             context = max(len(row.prompt) + row.max_new_tokens // 2 for row in self.rows)
             options, cost = self._engine.settle(options, context, len(self.rows))
         method, acceptance = make_method(options, self._sampling, self._engine.draft)
-        if automatic and options.method != "vanilla":
+        # A guard looks at every round, and a GPU's rounds wait for nobody.
+        on_gpu = self._engine.target.device.type == "cuda" and method.device_key is not None
+        if automatic and options.method != "vanilla" and not on_gpu:
             method = Guarded(method, cost)
         return method, acceptance
 
@@ -132,7 +135,9 @@ class Request:
         prompts = [row.prompt for row in self.rows]
         cache = engine.store.take(engine.target, prompts, needed, engine.max_length + slack, slack)
         state = self._state = start(engine.target, cache, self.rows, self._sampling)
-        for _ in decode(state, self._method, self._acceptance):
+        on_device = engine.target.device.type == "cuda" and needs_no_host(state, self._method)
+        rounds = engine.store.rounds if on_device else None
+        for _ in decode(state, self._method, self._acceptance, rounds=rounds):
             self._prefill_seconds = state.prefill_seconds
             self._num_prefilled = state.num_prefilled
             for row, text in zip(self.rows, self.texts, strict=True):

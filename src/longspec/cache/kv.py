@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -83,10 +84,15 @@ class KVCache:
         A path names nodes by their place in what was written, each at or behind its place in the path,
         as a path through a tree does. Entries of the path past `num_kept` may hold any valid node.
         """
-        rows, source = self._behind_prefix(path)
-        _, goal = self.slots(path.shape[1])
-        for buffer in (self.keys, self.values):
-            buffer[:, rows, :, goal] = buffer[:, rows, :, source]
+        if self.keys.is_cuda and find_spec("triton") is not None:
+            from longspec.kernels.commit import commit_path
+
+            commit_path(self.keys, self.values, self.lengths, path, num_kept)
+        else:
+            rows, source = self._behind_prefix(path)
+            _, goal = self.slots(path.shape[1])
+            for buffer in (self.keys, self.values):
+                buffer[:, rows, :, goal] = buffer[:, rows, :, source]
         self.advance(num_kept)
 
     def truncate(self, lengths: Tensor) -> None:

@@ -1,8 +1,7 @@
 """Rounds that ask nothing of the host: fixed shapes and everything on the device.
 
 On a GPU such a round is captured once, with all it launches, and then replayed; the host reads what a round
-emitted while the next one runs. The same rounds run uncaptured on a CPU, which is how they are tested so far:
-requests do not use them before replays have been tested and measured on a GPU.
+emitted while the next one runs. The same rounds run uncaptured on a CPU, which is how they are tested there.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -171,14 +172,9 @@ class Glide:
             # The noise that the target's choice will have: what it makes likely there, it makes likely here.
             noise = gumbel(state.seeds, state.cache.lengths + depth + 1, token_ids)
             logits = logits / state.sampling.temperature + noise[:, None].float()
-        width = self._shape[depth]
-        # A draft that computes nan proposes nonsense, which is allowed; the order of its nodes must hold.
-        best = F.log_softmax(logits, -1).nan_to_num(-torch.inf).topk(min(width, logits.shape[-1]), -1)
-        scores = (levels[-1].scores[:, :, None] + best.values).flatten(1)
-        top = scores.topk(min(width, scores.shape[1]), -1)
         first = sum(one.tokens.shape[1] for one in levels[:-1])
-        parents = first + top.indices // best.indices.shape[-1]
-        return _Level(token_ids[best.indices.flatten(1).gather(1, top.indices)], parents, top.values)
+        indices, parents, scores = _best_children(logits, levels[-1].scores, self._shape[depth])
+        return _Level(token_ids[indices], first + parents, scores)
 
     def _drawn_level(
         self, state: DecodeState, levels: list[_Level], logits: Tensor, depth: int
@@ -227,3 +223,21 @@ class _RingAttention:
     def attend_cross(self, index: int, q: Tensor) -> Tensor:
         """See `DraftAttention.attend_cross`. Every node of a round lags so far as to see all the prefix."""
         return self.backend.prefix(q, *self.cache.layer(self.layers[index]), self.plan)[0]
+
+
+# Wider levels are faster by torch's own top-k.
+_WIDEST = 32
+
+
+def _best_children(logits: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The best children of nodes with logits [B, n, V] and scores [B, n]: index, node and score, [B, w]."""
+    if logits.is_cuda and width <= _WIDEST and find_spec("triton") is not None:
+        from longspec.kernels.topk import best_children
+
+        return best_children(logits, scores, width)
+    # A draft that computes nan proposes nonsense, which is allowed; the order of its nodes must hold.
+    best = F.log_softmax(logits, -1).nan_to_num(-torch.inf).topk(min(width, logits.shape[-1]), -1)
+    total = (scores[:, :, None] + best.values).flatten(1)
+    top = total.topk(min(width, total.shape[1]), -1)
+    parents = top.indices // best.indices.shape[-1]
+    return best.indices.flatten(1).gather(1, top.indices), parents, top.values

@@ -21,6 +21,8 @@ class Generation:
     rounds: int
     tau: float
     accepted_by_depth: list[int]
+    depths: list[int]
+    """How each token came: drafted at this depth and accepted, or, where it is 0, from the target itself."""
     seconds: float
     prefill_seconds: float
     method: str

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
+import torch
+
 from longspec.decoding.auto import Drafting, Guarded, Plan
 from longspec.decoding.choose import Sampling
 from longspec.decoding.device import needs_no_host
@@ -71,6 +73,12 @@ class Engine:
     plan: Callable[[], Plan] | None = None
     """Gives the plan of `auto`, measuring for it the first time; None goes without measurements."""
 
+    @property
+    def replays(self) -> bool:
+        """Whether rounds are captured and replayed: on a GPU, with the kernels that allow it."""
+        with torch.inference_mode():
+            return self.target.device.type == "cuda" and self.target.attention.fuses(self.target.embedding)
+
     def settle(self, options: MethodOptions, context: int, num_rows: int) -> tuple[MethodOptions, float]:
         """What `auto` means for this context and batch, and the tokens a round must emit to be worth it."""
         if self.plan is None:
@@ -98,7 +106,7 @@ class Request:
             tokens = engine.encoder.encode(prompt, settings.raw, vocab_size)
             room = _room(engine.max_length, len(tokens), settings.max_new_tokens)
             self.rows.append(Row(tokens, seed, room, eos_ids, text.push_and_check))
-        self._method, self._acceptance = self._choose_method(settings.method)
+        self.method, self._acceptance = self._choose_method(settings.method)
         self._state: DecodeState | None = None
         self._closed = False
         self._seconds = self._prefill_seconds = 0.0
@@ -111,9 +119,9 @@ class Request:
             context = max(len(row.prompt) + row.max_new_tokens // 2 for row in self.rows)
             options, cost = self._engine.settle(options, context, len(self.rows))
         method, acceptance = make_method(options, self._sampling, self._engine.draft)
-        # A guard looks at every round, and a GPU's rounds wait for nobody.
-        on_gpu = self._engine.target.device.type == "cuda" and method.device_key is not None
-        if automatic and options.method != "vanilla" and not on_gpu:
+        # A guard looks at every round, and replayed ones wait for nobody.
+        waits = not self._engine.replays or method.device_key is None
+        if automatic and options.method != "vanilla" and waits:
             method = Guarded(method, cost)
         return method, acceptance
 
@@ -130,14 +138,14 @@ class Request:
             yield
 
     def _decode(self) -> Iterator[bool]:
-        engine, slack = self._engine, self._method.num_nodes
+        engine, slack = self._engine, self.method.num_nodes
         needed = max(len(row.prompt) + row.max_new_tokens for row in self.rows) + slack
         prompts = [row.prompt for row in self.rows]
         cache = engine.store.take(engine.target, prompts, needed, engine.max_length + slack, slack)
         state = self._state = start(engine.target, cache, self.rows, self._sampling)
-        on_device = engine.target.device.type == "cuda" and needs_no_host(state, self._method)
+        on_device = engine.replays and needs_no_host(state, self.method)
         rounds = engine.store.rounds if on_device else None
-        for _ in decode(state, self._method, self._acceptance, rounds=rounds):
+        for _ in decode(state, self.method, self._acceptance, rounds=rounds):
             self._prefill_seconds = state.prefill_seconds
             self._num_prefilled = state.num_prefilled
             for row, text in zip(self.rows, self.texts, strict=True):
@@ -170,12 +178,13 @@ class Request:
             rounds=row.num_rounds,
             tau=row.tau,
             accepted_by_depth=list(row.accepted_by_depth),
+            depths=list(row.depths),
             seconds=self._seconds,
             prefill_seconds=self._prefill_seconds,
-            method=self._method.name,
-            tree_shape=list(self._method.tree_shape) if self._method.tree_shape else None,
+            method=self.method.name,
+            tree_shape=list(self.method.tree_shape) if self.method.tree_shape else None,
             target=self._engine.name,
-            draft=self._engine.draft_name if self._method.name in ("seq", "tree") else None,
+            draft=self._engine.draft_name if self.method.name in ("seq", "tree") else None,
             device=str(target.device),
             dtype=str(target.dtype).removeprefix("torch."),
         )

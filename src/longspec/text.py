@@ -93,3 +93,12 @@ class TextStream:
                     longest = size
                     break
         return longest
+
+
+def pieces_of(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
+    """The text that each token completes; together they are the answer's text."""
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(token) for token in token_ids]
+    if pieces:
+        pieces[-1] += stream.finish()
+    return pieces

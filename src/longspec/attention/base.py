@@ -91,17 +91,16 @@ def merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tenso
 
 
 def choose_backend(name: str = "auto") -> Attention:
-    """The backend called `name`, or the best one that is there: Triton's kernels where there is a GPU."""
+    """The backend called `name`; `auto` is torch's own kernels."""
     if name not in ("auto", *BACKENDS):
         raise UserError(f"attention backend {name!r} is unknown; there are: auto, {', '.join(BACKENDS)}")
     if name == "reference":
         from longspec.attention.reference import ReferenceAttention
 
         return ReferenceAttention()
-    has_triton = find_spec("triton") is not None
-    if name == "triton" and not has_triton:
-        raise UserError("attention backend 'triton' needs the package triton: pip install triton")
-    if name == "triton" or (name == "auto" and has_triton and torch.cuda.is_available()):
+    if name == "triton":
+        if find_spec("triton") is None:
+            raise UserError("attention backend 'triton' needs the package triton: pip install triton")
         from longspec.attention.triton_backend import TritonAttention
 
         return TritonAttention()

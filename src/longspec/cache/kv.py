@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -78,13 +77,14 @@ class KVCache:
         """Count the next `num_new` written entries of each row as prefix."""
         self.lengths += num_new
 
-    def commit(self, path: Tensor, num_kept: Tensor) -> None:
+    def commit(self, path: Tensor, num_kept: Tensor, fused: bool = False) -> None:
         """Keep `num_kept` [B] of the entries written past the prefix: those at `path` [B, P], in order.
 
         A path names nodes by their place in what was written, each at or behind its place in the path,
-        as a path through a tree does. Entries of the path past `num_kept` may hold any valid node.
+        as a path through a tree does. Entries of the path past `num_kept` may hold any valid node. `fused` does
+        it for all layers by one kernel.
         """
-        if self.keys.is_cuda and find_spec("triton") is not None:
+        if fused:
             from longspec.kernels.commit import commit_path
 
             commit_path(self.keys, self.values, self.lengths, path, num_kept)

@@ -1,8 +1,12 @@
 """Measure this machine, side by side in one run.
 
 longspec bench vanilla                              vanilla decoding against transformers' generate
-longspec bench generate                             decoding methods against vanilla, on a few prompts
-longspec bench generate --prompts questions.jsonl --methods auto,lookup
+longspec bench generate                             decoding methods against vanilla, on prompts of many kinds
+longspec bench generate --workload questions.jsonl --methods auto,lookup:6 --baseline hf --output RUN
+longspec bench context --methods auto               speed as the context grows
+longspec bench longbench --model_name vicuna7b --method tree --task gov_report --data_path_prefix longbench/
+longspec bench aime --model_name qwq --method tree --id_min 60 --id_max 89
+longspec bench report RUN                           one HTML page of a run, or of several
 longspec bench train --shape llama3-8b --seq-length 32768      training speed and memory, random weights
 """
 
@@ -12,7 +16,29 @@ import argparse
 import json
 from dataclasses import asdict
 
+from longspec.cli import bench_generate, bench_report
 from longspec.cli.arguments import add_model_arguments, load
+
+# Of each kind with a file of its own: its flags, what runs it, and what it is.
+_KINDS = {
+    "generate": (
+        *(bench_generate.add_generate, bench_generate.run_generate),
+        "decoding methods against vanilla and transformers, whole answers",
+    ),
+    "context": (
+        *(bench_generate.add_context, bench_generate.run_context),
+        "the same as the context grows to the model's limit",
+    ),
+    "longbench": (
+        *(bench_generate.add_longbench, bench_generate.run_longbench),
+        "the published experiment on LongBench, with its flags",
+    ),
+    "aime": (
+        *(bench_generate.add_aime, bench_generate.run_aime),
+        "the published experiment on AIME 2024, with its flags",
+    ),
+    "report": (*(bench_report.add_arguments, bench_report.run), "one HTML page of a run, or of several"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,26 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vanilla.add_argument("--new-tokens", type=int, default=48, metavar="N", help="tokens made (%(default)s)")
     vanilla.add_argument("--repeats", type=int, default=5, metavar="N", help="timed runs each (%(default)s)")
     vanilla.set_defaults(draft="none", calibrate=False)
-    generate = kinds.add_parser("generate", help="decoding methods against vanilla, whole generations")
-    generate.add_argument("--prompts", metavar="FILE", help="JSONL with `prompt` or `turns` (default: a few)")
-    generate.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
-    generate.add_argument(
-        "--methods", default="auto,lookup", metavar="M,M,...", help="besides vanilla (%(default)s)"
-    )
-    generate.add_argument("--draft", metavar="DRAFT", help="as for generate")
-    generate.add_argument(
-        "--max-new-tokens", type=int, default=128, metavar="N", help="longest answer (%(default)s)"
-    )
-    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(%(default)s)")
-    generate.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs each (%(default)s)")
-    generate.set_defaults(calibrate=True)
+    for name, (add, _, about) in _KINDS.items():
+        add(kinds.add_parser(name, help=about))
     _add_training(kinds.add_parser("train", help="speed and memory of training a draft, random weights"))
-    for kind in (vanilla, generate):
-        kind.add_argument("--json", action="store_true", help="print JSON")
-        kind.add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
-        )
-        add_model_arguments(kind)
+    vanilla.add_argument("--json", action="store_true", help="print JSON")
+    vanilla.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+    )
+    add_model_arguments(vanilla)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -105,12 +119,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.kind == "train":
         return _train(arguments)
-    least = {"context": 1, "repeats": 1, "new_tokens": 2, "max_new_tokens": 2, "limit": 1}
-    for name, minimum in least.items():
-        value = getattr(arguments, name, None)
-        if value is not None and value < minimum:
+    if arguments.kind in _KINDS:
+        return _KINDS[arguments.kind][1](arguments)
+    for name, minimum in {"context": 1, "repeats": 1, "new_tokens": 2}.items():
+        value = getattr(arguments, name)
+        if value < minimum:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {minimum}")
-    return _vanilla(arguments) if arguments.kind == "vanilla" else _generate(arguments)
+    return _vanilla(arguments)
 
 
 def _vanilla(arguments: argparse.Namespace) -> int:
@@ -143,40 +158,4 @@ def _vanilla(arguments: argparse.Namespace) -> int:
         f"longspec decodes {result.decode_ratio:.2f} times as fast and prefills {result.prefill_ratio:.2f} "
         f"times as fast; both said {same}"
     )
-    return 0
-
-
-def _generate(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from longspec.bench.generate import BUILTIN, compare_methods, read_prompts
-    from longspec.decoding.methods.make import MethodOptions
-    from longspec.progress import count_bar
-
-    methods = [name.strip() for name in arguments.methods.split(",") if name.strip()]
-    for name in methods:
-        MethodOptions(name)  # refuses what does not exist, before the load
-    prompts = read_prompts(Path(arguments.prompts)) if arguments.prompts else list(BUILTIN)
-    prompts = prompts[: arguments.limit]
-    model = load(arguments)
-    total = len(prompts) * arguments.repeats * len({"vanilla", *methods})
-    with count_bar("generations", total) as advance:
-        figures = compare_methods(
-            model,
-            prompts,
-            methods,
-            arguments.max_new_tokens,
-            arguments.repeats,
-            arguments.temperature,
-            advance,
-        )
-    if arguments.json:
-        print(json.dumps([asdict(one) for one in figures]))
-        return 0
-    print(f"{len(prompts)} prompts, temperature {arguments.temperature}, {arguments.repeats} repeats")
-    print("method    tokens/s   speedup (least to most)    tau   answers that differ from vanilla's")
-    for one in figures:
-        spread = f"({one.spread[0]:.2f} to {one.spread[1]:.2f})"
-        speed = one.tokens / one.seconds if one.seconds else 0.0
-        print(f"{one.method:9} {speed:8.1f} {one.speedup:9.2f} {spread:16} {one.tau:6.2f}   {one.different}")
     return 0

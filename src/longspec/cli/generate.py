@@ -4,6 +4,7 @@ longspec generate "Why is the sky blue?"
 longspec generate --file report.txt --max-new-tokens 200
 cat report.txt | longspec generate --temperature 0.7 --seed 1
 longspec generate --raw "Once upon a time" --json
+longspec generate --method lookup --explain "Say it twice: red lorry, yellow lorry."
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from longspec.cli.arguments import (
     add_method_arguments,
@@ -21,6 +23,9 @@ from longspec.cli.arguments import (
     options,
 )
 
+if TYPE_CHECKING:
+    from longspec.generation import Generation
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `longspec generate`."""
@@ -28,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", metavar="PATH", help="read the prompt from a UTF-8 file")
     parser.add_argument("--raw", action="store_true", help="no chat template: continue the text as it is")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="print the answer once it is whole, each token marked by how it came: drafted and accepted at "
+        "which depth, or from the target itself",
+    )
     add_model_arguments(parser)
     add_sampling_arguments(parser)
     add_method_arguments(parser)
@@ -36,18 +47,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from longspec.cli.terminal import figures, write
+    from longspec.errors import UserError
 
+    if arguments.explain and arguments.json:
+        raise UserError("--explain is for people and --json for machines; give one of them")
     prompt = read_prompt(arguments)
     chosen = options(arguments)
     model = load(arguments)
     if arguments.json:
         print(json.dumps(model.generate(prompt, **chosen).to_json()))
         return 0
+    if arguments.explain:
+        return _explain(model.generate(prompt, **chosen), model.tokenizer)
     with model.stream(prompt, **chosen) as stream:
         for piece in stream:
             write(piece)
     write("\n")
     print(figures(stream.result), file=sys.stderr)
+    return 0
+
+
+def _explain(result: Generation, tokenizer: Any) -> int:
+    from longspec.cli.terminal import explained, figures, in_colour, legend
+    from longspec.text import pieces_of
+
+    colour, shown, pieces = in_colour(), 0, []
+    for piece in pieces_of(tokenizer, result.token_ids):
+        # The tokens may go on into a stop string, which is no part of the text.
+        pieces.append(piece[: len(result.text) - shown])
+        shown += len(pieces[-1])
+    print(explained(pieces, result.depths, colour))
+    print(legend(colour), file=sys.stderr)
+    print(figures(result), file=sys.stderr)
     return 0
 
 

@@ -8,12 +8,17 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from longspec.generation import Generation
 
 # A model can be talked into writing escape sequences; the terminal must not obey them. C0 controls and DEL
 # are shown by Unicode's pictures of them, C1 controls by the replacement character.
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+# Of the 256-colour palette, light green to dark: depth 1, 2, ...
+_SHADES = (194, 157, 120, 83, 41)
 
 
 def open_streams() -> None:
@@ -35,6 +40,39 @@ def write(text: str) -> None:
     """Put a piece of an answer on stdout at once."""
     sys.stdout.write(printable(text))
     sys.stdout.flush()
+
+
+def explained(pieces: Sequence[str], depths: Sequence[int], colour: bool) -> str:
+    """An answer with each token marked by how it came.
+
+    In colour: green is drafted and accepted, the darker the deeper; what the target said itself is plain.
+    Without: an accepted token stands in braces with its depth, {2:so}.
+    """
+    marked = []
+    for piece, depth in zip(pieces, depths, strict=True):
+        text = printable(piece)
+        if depth and colour:
+            # Line by line, so that no background runs over the edge of the terminal.
+            shade = _SHADES[min(depth, len(_SHADES)) - 1]
+            lines = text.split("\n")
+            text = "\n".join(f"\x1b[48;5;{shade}m\x1b[30m{line}\x1b[0m" if line else "" for line in lines)
+        elif depth and text:
+            text = f"{{{depth}:{text}}}"
+        marked.append(text)
+    return "".join(marked)
+
+
+def legend(colour: bool) -> str:
+    """What `explained` means."""
+    if not colour:
+        return "[{N:token}: drafted and accepted at depth N; the rest: from the target itself]"
+    shades = " ".join(f"\x1b[48;5;{shade}m\x1b[30m {depth} \x1b[0m" for depth, shade in enumerate(_SHADES, 1))
+    return f"[drafted and accepted at depth {shades} or more; plain: from the target itself]"
+
+
+def in_colour() -> bool:
+    """Whether stdout is a terminal whose user wants colours."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def figures(result: Generation) -> str:

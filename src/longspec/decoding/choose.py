@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from importlib.util import find_spec
 from numbers import Real
 from typing import Any
 
@@ -88,10 +87,6 @@ def choose(
     place in the text of the token to choose. seen, bool [R, V], marks the tokens that occurred before it;
     it is needed for the repetition penalty alone.
     """
-    if logits.is_cuda and find_spec("triton") is not None:
-        from longspec.kernels.choose import choose_tokens
-
-        return choose_tokens(logits, seeds, positions, **vars(sampling), seen=seen)
     scores = filtered(logits, sampling, seen)
     if sampling.greedy:
         return scores.argmax(-1)

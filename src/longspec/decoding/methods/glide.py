@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -173,7 +172,8 @@ class Glide:
             noise = gumbel(state.seeds, state.cache.lengths + depth + 1, token_ids)
             logits = logits / state.sampling.temperature + noise[:, None].float()
         first = sum(one.tokens.shape[1] for one in levels[:-1])
-        indices, parents, scores = _best_children(logits, levels[-1].scores, self._shape[depth])
+        fused = state.target.attention.fuses(logits)
+        indices, parents, scores = _best_children(logits, levels[-1].scores, self._shape[depth], fused)
         return _Level(token_ids[indices], first + parents, scores)
 
     def _drawn_level(
@@ -229,9 +229,9 @@ class _RingAttention:
 _WIDEST = 32
 
 
-def _best_children(logits: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _best_children(logits: Tensor, scores: Tensor, width: int, fused: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The best children of nodes with logits [B, n, V] and scores [B, n]: index, node and score, [B, w]."""
-    if logits.is_cuda and width <= _WIDEST and find_spec("triton") is not None:
+    if fused and width <= _WIDEST:
         from longspec.kernels.topk import best_children
 
         return best_children(logits, scores, width)

@@ -1,0 +1,98 @@
+"""Where a measurement was made, and what memory it took."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import longspec
+from longspec.api import LongSpec
+from longspec.models.placement import device_name
+
+
+def environment(model: LongSpec) -> dict[str, Any]:
+    """Everything that the figures depend on beside the settings."""
+    target = model.engine.target
+    facts: dict[str, Any] = {
+        "target": model.engine.name,
+        "draft": model.engine.draft_name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "processor": device_name(target.device),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "max_length": model.engine.max_length,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "longspec": longspec.__version__,
+        "commit": commit(),
+    }
+    if target.device.type == "cuda":
+        facts["cuda"] = torch.version.cuda
+    return facts
+
+
+def load_average() -> float:
+    """Programs that wanted a core in the last minute: above the number of threads, others were at work."""
+    return round(os.getloadavg()[0], 2)
+
+
+def commit() -> str | None:
+    """The commit of a source checkout, with a plus where files were changed; None of an installed package."""
+    folder = Path(longspec.__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ("git", "-C", str(folder), *arguments)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if not git("ls-files", "__init__.py"):
+            return None  # in somebody else's repository, such as a virtual environment inside one
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def command_line() -> str:
+    """The command as it can be typed again."""
+    return shlex.join([Path(sys.argv[0]).name.replace("main.py", "longspec"), *sys.argv[1:]])
+
+
+class PeakMemory:
+    """The most memory that was in use since it was made: of the GPU, or of the process on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.before = torch.cuda.memory_allocated(device)
+        else:
+            self._forget_peak()
+            self.before = self._status("VmRSS")
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return self._status("VmHWM")
+
+    def _forget_peak(self) -> None:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return  # some containers forbid it: the peak is then that of the process so far
+
+    def _status(self, field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

@@ -1,0 +1,102 @@
+"""The folder of a run: what was asked, and one line for everything that is finished. It survives anything."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from longspec.errors import UserError
+from longspec.models.files import read_json, write_whole
+
+RUN, ROWS = "run.json", "rows.jsonl"
+Row = dict[str, Any]
+
+
+def row_key(row: Row) -> tuple[str, str, str, float, int]:
+    """What makes a row the one it is."""
+    return row["workload"], row["item"], row["method"], row["temperature"], row["repeat"]
+
+
+class RunFolder:
+    """A run that can be gone on with: opening it again with the same `facts` finds the rows of before."""
+
+    def __init__(self, path: Path, facts: dict[str, Any], about: dict[str, Any]) -> None:
+        """`facts` must be the same for a run to go on; `about` is what else is noted when it begins."""
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if (path / RUN).exists():
+                _check_same(path, read_json(path / RUN).get("facts", {}), facts)
+            elif (path / ROWS).exists():
+                raise UserError(f"{path} has {ROWS} but no {RUN}: it is not the folder of a run")
+            else:
+                write_whole(path / RUN, json.dumps({"facts": facts, **about}, indent=1).encode() + b"\n")
+            self.rows, self._size = _read_rows(path / ROWS)
+            self._file = open(path / ROWS, "ab")  # noqa: SIM115 # closed by __exit__
+            # A line that a killed run left unfinished goes.
+            self._file.truncate(self._size)
+        except OSError as error:
+            raise UserError(f"cannot write to {path}: {error.strerror or error}") from error
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def add(self, row: Row) -> None:
+        """Keep a finished row. When it cannot be written, those before it stay whole."""
+        line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        try:
+            written = os.write(self._file.fileno(), line)
+            while written < len(line):
+                written += os.write(self._file.fileno(), line[written:])
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), self._size)
+            raise UserError(
+                f"cannot write to {self.path / ROWS}: {error.strerror}; the {len(self.rows)} finished rows "
+                "are kept: make room and give the same command again to go on"
+            ) from error
+        self._size += len(line)
+        self.rows.append(row)
+
+
+def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            raise UserError(
+                f"{path} holds a run with {name} {before.get(name)!r}, and now it is {now.get(name)!r}: "
+                "the figures would not belong together; give another --output"
+            )
+
+
+def _read_rows(path: Path) -> tuple[list[Row], int]:
+    """The finished rows, and where the last of them ends."""
+    if not path.exists():
+        return [], 0
+    rows, size = [], 0
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break  # the run was killed while it wrote this one
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: damaged: {error}") from error
+        size += len(line)
+    return rows, size
+
+
+def read_run(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """What a run's folder holds, finished or not."""
+    if not (path / RUN).is_file():
+        raise UserError(f"{path} is not the folder of a run: it has no {RUN}")
+    rows, _ = _read_rows(path / ROWS)
+    if not rows:
+        raise UserError(f"{path} has no finished rows yet")
+    return read_json(path / RUN), rows

@@ -1,0 +1,164 @@
+"""`transformers` on the same prompts in the same run: plain, compiled, with its own speculation."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longspec.api import LongSpec
+from longspec.bench.runners import Answer, Asked
+from longspec.errors import UserError
+
+LABELS = {
+    "hf": "generate as it comes: eager, dynamic cache",
+    "hf-static": "static cache and torch.compile",
+    "hf-lookup": "its prompt lookup, 10 tokens",
+    "hf-assisted": "its assisted decoding, with --assistant",
+}
+
+
+class _Clock:
+    """A streamer that notes when tokens come; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.counts: list[int] = []
+
+    def put(self, value: Any) -> None:
+        """Tokens came."""
+        self.times.append(time.perf_counter())
+        self.counts.append(value.numel())
+
+    def end(self) -> None:
+        """Nothing more comes."""
+
+
+class Transformers:
+    """One way to call `generate`. Times are taken as ours are: the first token ends the prefill."""
+
+    def __init__(self, label: str, theirs: Any, model: LongSpec, options: dict[str, Any]) -> None:
+        self.label = label
+        self._theirs, self._model, self._options = theirs, model, options
+
+    def answer(self, prompt: list[int], asked: Asked) -> Answer:
+        """See `Runner.answer`. There is no cache between turns: the whole prompt is read again."""
+        device = self._model.engine.target.device
+        ids = torch.tensor([prompt], device=device)
+        clock = _Clock()
+        torch.manual_seed(asked.seed)
+        sampling: dict[str, Any] = {"do_sample": asked.temperature > 0}
+        if asked.temperature > 0:
+            sampling["temperature"] = asked.temperature
+        started = time.perf_counter()
+        with torch.inference_mode():
+            output = self._theirs.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=asked.max_new_tokens,
+                eos_token_id=sorted(self._model.engine.eos_ids),
+                pad_token_id=0,
+                streamer=clock,
+                **sampling,
+                **self._options,
+            )
+        tokens = output[0, len(prompt) :].tolist()
+        total = time.perf_counter() - started
+        prefill = clock.times[1] - started
+        ended = bool(tokens) and tokens[-1] in self._model.engine.eos_ids
+        # Speculating, it emits several at once; those that came with the prefill were not decoded.
+        first = min(clock.counts[1], len(tokens))
+        reason = "eos" if ended else "length"
+        return Answer(self.label, tokens, first, prefill, total - prefill, None, None, reason)
+
+    def forget(self) -> None:
+        """See `Runner.forget`: nothing is kept."""
+
+    def parts(self, prompt: list[int], asked: Asked) -> dict[str, float] | None:
+        """See `Runner.parts`."""
+        return None
+
+
+class _Static(Transformers):
+    """Static cache and compiled decoding steps.
+
+    A step's time grows with the cache's length and each length is compiled anew, so lengths are rounded up,
+    by a quarter at most, and a new one is compiled before anything is timed.
+    """
+
+    def __init__(self, theirs: Any, model: LongSpec) -> None:
+        from transformers import CompileConfig
+
+        compiling: Any = CompileConfig(dynamic=False)
+        compiling._compile_all_devices = True  # else a CPU is passed over
+        super().__init__("hf-static", theirs, model, {"compile_config": compiling})
+        self._caches: dict[int, Any] = {}
+
+    def answer(self, prompt: list[int], asked: Asked) -> Answer:
+        """See `Runner.answer`."""
+        from torch._dynamo import config
+        from transformers.cache_utils import StaticCache
+
+        length = _rounded(len(prompt) + asked.max_new_tokens)
+        fresh = length not in self._caches
+        if fresh:
+            self._caches[length] = StaticCache(config=self._theirs.config, max_cache_len=length)
+        self._options["past_key_values"] = self._caches[length]
+        with config.patch(recompile_limit=64):  # by default the ninth length would not be compiled
+            if fresh:
+                # Twice: one call compiles, the next may record a graph.
+                for _ in range(2):
+                    super().answer(prompt, replace(asked, max_new_tokens=min(4, asked.max_new_tokens)))
+                    self._empty(length)
+            self._empty(length)
+            return super().answer(prompt, asked)
+
+    def _empty(self, length: int) -> None:
+        with torch.inference_mode():  # in which its tensors were made
+            self._caches[length].reset()
+
+
+def _rounded(length: int) -> int:
+    unit = max(256, 2 ** (length.bit_length() - 3))
+    return -(-length // unit) * unit
+
+
+def baselines(
+    model: LongSpec, folder: Path, assistant: Path | None
+) -> tuple[list[Transformers], dict[str, str]]:
+    """Every way that can be had here, and why each of the others cannot.
+
+    `folder` is where the target came from.
+    """
+    theirs = _load(folder, model)
+    found = [Transformers("hf", theirs, model, {})]
+    missing = {}
+    if model.engine.target.device.type == "cpu" and not shutil.which("g++"):
+        missing["hf-static"] = "torch.compile needs a C++ compiler on a CPU: install g++"
+    else:
+        # One of its own: compiling changes the model it is done to.
+        found.append(_Static(_load(folder, model), model))
+    found.append(Transformers("hf-lookup", theirs, model, {"prompt_lookup_num_tokens": 10}))
+    if assistant is None:
+        missing["hf-assisted"] = "name a smaller model of the same vocabulary: --assistant MODEL"
+    else:
+        options = {"assistant_model": _load(assistant, model)}
+        found.append(Transformers("hf-assisted", theirs, model, options))
+    return found, missing
+
+
+def _load(folder: Path, model: LongSpec) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # the run has one of its own
+    target = model.engine.target
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
+    except (OSError, ValueError) as error:
+        raise UserError(f"transformers cannot load {folder}: {' '.join(str(error).split())}") from error
+    return loaded.eval().to(target.device)

@@ -1,0 +1,137 @@
+"""Whoever answers a prompt under the clock: our methods here, `transformers` in `longspec.bench.hf`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
+
+from longspec.api import LongSpec
+from longspec.bench.parts import time_parts
+from longspec.decoding.methods.make import DEFAULT_TREE, MethodOptions, make_method
+from longspec.decoding.row import Row
+from longspec.errors import UserError
+from longspec.request import Options
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How an answer is to be made."""
+
+    max_new_tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One turn's answer and its figures."""
+
+    ran: str
+    """The method that answered: what `auto` settled on."""
+    token_ids: list[int]
+    first_tokens: int
+    """How many of them came with the prefill, and so do not count as decoded."""
+    prefill_seconds: float
+    decode_seconds: float
+    rounds: int | None
+    depths: list[int] | None
+    """How each token came; None where that is not known."""
+    finish_reason: str
+
+
+class Runner(Protocol):
+    """One line of the comparison."""
+
+    label: str
+
+    def answer(self, prompt: list[int], asked: Asked) -> Answer:
+        """Answer it; what an earlier turn of the same item left in a cache may be used."""
+        ...
+
+    def forget(self) -> None:
+        """Let go of everything that belongs to an earlier item."""
+        ...
+
+    def parts(self, prompt: list[int], asked: Asked) -> dict[str, float] | None:
+        """Seconds of an average round by part; None where that cannot be told."""
+        ...
+
+
+class OurMethod:
+    """A decoding method of this package."""
+
+    def __init__(self, model: LongSpec, label: str) -> None:
+        self.label = label
+        self._model = model
+        self._method = read_method(label)
+        if self._method.method != "auto":
+            make_method(self._method, model.engine.defaults, model.engine.draft)  # refuses, before all else
+
+    def _options(self, asked: Asked) -> Options:
+        given = {
+            "max_new_tokens": asked.max_new_tokens,
+            "temperature": asked.temperature,
+            "seed": asked.seed,
+            "method": self._method.method,
+            "gamma": self._method.gamma,
+            "tree_shape": self._method.tree_shape,
+        }
+        return cast("Options", given)
+
+    def answer(self, prompt: list[int], asked: Asked) -> Answer:
+        """See `Runner.answer`."""
+        found = self._model.generate(prompt, **self._options(asked))
+        sizes = found.tree_shape or []
+        # A chain is told by its length.
+        size = f":{len(sizes)}" if sizes and max(sizes) == 1 else ":" + "x".join(map(str, sizes))
+        return Answer(
+            ran=found.method + (size if sizes else ""),
+            token_ids=found.token_ids,
+            first_tokens=1,
+            prefill_seconds=found.prefill_seconds,
+            decode_seconds=found.seconds - found.prefill_seconds,
+            rounds=found.rounds,
+            depths=found.depths,
+            finish_reason=found.finish_reason,
+        )
+
+    def forget(self) -> None:
+        """See `Runner.forget`."""
+        self._model.reset()
+
+    def parts(self, prompt: list[int], asked: Asked) -> dict[str, float] | None:
+        """See `Runner.parts`."""
+        self.forget()
+        return time_parts(self._model, prompt, self._options(asked))
+
+
+def read_method(label: str) -> MethodOptions:
+    """What a label of `--methods` means: a method, and behind a colon its size.
+
+    lookup:6, seq:4 and magicdec:4 say the chain's length, tree:4x16x16 the nodes per depth.
+    """
+    name, _, size = label.partition(":")
+    options = MethodOptions(name)
+    if not size:
+        return options
+    try:
+        numbers = tuple(int(part) for part in size.split("x"))
+    except ValueError:
+        raise UserError(f"method {label!r}: {size!r} is no size; write lookup:6 or tree:4x16x16") from None
+    if name == "tree":
+        return replace(options, tree_shape=numbers)
+    if name not in ("seq", "magicdec", "lookup") or len(numbers) != 1:
+        raise UserError(f"method {label!r}: {name} takes no such size; write lookup:6 or tree:4x16x16")
+    return replace(options, gamma=numbers[0])
+
+
+def method_label(method: str, gamma: int | None, tree_shape: tuple[int, ...] | None) -> str:
+    """The label of a method with its sizes given apart."""
+    if method == "tree":
+        return "tree:" + "x".join(map(str, tree_shape or DEFAULT_TREE))
+    return f"{method}:{gamma}" if gamma is not None and method in ("seq", "magicdec", "lookup") else method
+
+
+def accepted_by_depth(depths: list[int]) -> list[int]:
+    """How many rounds kept an accepted token at depth 1, 2, ..."""
+    return Row([], 0, 1, depths=depths).accepted_by_depth

@@ -1,0 +1,167 @@
+"""From rows to figures: medians of repeats with their spread, and ratios within one run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from longspec.bench.folder import Row
+
+ALL = "all"
+"""The kind under which all prompts of a workload are taken together."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median over repeats, the least and the greatest."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """That of some values."""
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One method on one kind of prompt. Speeds are of decoding alone; prefill is told apart."""
+
+    workload: str
+    kind: str
+    temperature: float
+    method: str
+    ran: list[str]
+    """What answered: the method itself, or what `auto` settled on."""
+    items: int
+    repeats: int
+    prompt_tokens: int
+    """The median of the prompts' lengths."""
+    tokens: int
+    """Of one repeat."""
+    tokens_per_second: Spread
+    prefill_seconds: Spread
+    """Of all prompts of a repeat."""
+    decode_seconds: Spread
+    speedup: dict[str, Spread]
+    """How many times as fast as each other method that can be a yardstick: vanilla, and all of hf."""
+    tau: float | None
+    acceptance: list[float]
+    """The share of rounds that kept an accepted token at depth 1, 2, ..."""
+    peak_memory: int
+    memory_above_start: int
+    """The peak beyond what was in use when the answer began: the KV cache and what computing takes."""
+    compared: int
+    """Answers that were held against vanilla's, over all repeats."""
+    different: int
+    """Those of them that were not the same."""
+    largest_margin: float | None
+    """Of the differences: how many logits lay between the two tokens, whichever a fresh pass prefers."""
+    parts: dict[str, float] | None
+    """Seconds of an average round."""
+
+
+def summarise(rows: Iterable[Row]) -> list[Figures]:
+    """The figures of every group that has rows, in the order in which they came; kinds, then all together."""
+    rows = list(rows)
+    figures: list[Figures] = []
+    for workload, temperature in _distinct(rows, "workload", "temperature"):
+        own = [row for row in rows if (row["workload"], row["temperature"]) == (workload, temperature)]
+        kinds = [kind for (kind,) in _distinct(own, "kind")]
+        for kind in [*kinds, ALL] if len(kinds) > 1 else kinds:
+            group = [row for row in own if kind in (row["kind"], ALL)]
+            methods = [method for (method,) in _distinct(group, "method")]
+            by_method = {one: [row for row in group if row["method"] == one] for one in methods}
+            figures += [_figures(kind, method, by_method) for method in methods]
+    return figures
+
+
+def to_json(figures: Sequence[Figures]) -> list[dict[str, Any]]:
+    """The same as plain values."""
+    return [asdict(one) for one in figures]
+
+
+def _distinct(rows: Sequence[Row], *names: str) -> list[tuple[Any, ...]]:
+    return list(dict.fromkeys(tuple(row[name] for name in names) for row in rows))
+
+
+def _figures(kind: str, method: str, by_method: dict[str, list[Row]]) -> Figures:
+    rows = by_method[method]
+    yardsticks = [name for name in by_method if name == "vanilla" or name.startswith("hf")]
+    ratios = {name: _ratios(rows, by_method[name]) for name in yardsticks}
+    first = [row for row in rows if row["repeat"] == min(row["repeat"] for row in rows)]
+    drafted = [row for row in rows if "rounds" in row]
+    margins = [row["difference"]["margin"] for row in rows if row["difference"]]
+    repeats = _repeats(rows)
+    return Figures(
+        workload=rows[0]["workload"],
+        kind=kind,
+        temperature=rows[0]["temperature"],
+        method=method,
+        ran=sorted({row["ran"] for row in rows}),
+        items=len({row["item"] for row in rows}),
+        repeats=len(repeats),
+        prompt_tokens=int(statistics.median(row["prompt_tokens"] for row in rows)),
+        tokens=sum(row["tokens"] for row in first),
+        tokens_per_second=Spread.of([_speed(one) for one in repeats]),
+        prefill_seconds=Spread.of([sum(row["prefill_seconds"] for row in one) for one in repeats]),
+        decode_seconds=Spread.of([sum(row["decode_seconds"] for row in one) for one in repeats]),
+        speedup={name: Spread.of(found) for name, found in ratios.items() if found},
+        tau=_tau(drafted),
+        acceptance=_acceptance(drafted),
+        peak_memory=max(row["peak_memory"] for row in rows),
+        memory_above_start=max(row["memory_above_start"] for row in rows),
+        compared=sum(row["compared"] for row in rows),
+        different=sum(row["difference"] is not None for row in rows),
+        largest_margin=max((abs(margin) for margin in margins if margin is not None), default=None),
+        parts=_parts(rows),
+    )
+
+
+def _repeats(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each repeat. One that was broken off counts only where there is no whole one."""
+    repeats = [[row for row in rows if row["repeat"] == one] for (one,) in _distinct(rows, "repeat")]
+    most = max(map(len, repeats))
+    return [one for one in repeats if len(one) == most]
+
+
+def _speed(rows: Sequence[Row]) -> float:
+    seconds = sum(row["decode_seconds"] for row in rows)
+    return sum(row["decoded_tokens"] for row in rows) / seconds if seconds else 0.0
+
+
+def _ratios(rows: Sequence[Row], base: Sequence[Row]) -> list[float]:
+    """Speed against the base's in each repeat, over the items that both have finished."""
+    found = []
+    for (repeat,) in _distinct(rows, "repeat"):
+        own = {row["item"]: row for row in rows if row["repeat"] == repeat}
+        other = {row["item"]: row for row in base if row["repeat"] == repeat}
+        both = own.keys() & other.keys()
+        slower = _speed([other[item] for item in both]) if both else 0.0
+        if slower:
+            found.append(_speed([own[item] for item in both]) / slower)
+    return found
+
+
+def _tau(rows: Sequence[Row]) -> float | None:
+    rounds = sum(row["rounds"] for row in rows)
+    return sum(row["decoded_tokens"] for row in rows) / rounds if rounds else None
+
+
+def _acceptance(rows: Sequence[Row]) -> list[float]:
+    rounds = sum(row["rounds"] for row in rows)
+    depth = max((len(row["accepted_by_depth"]) for row in rows), default=0)
+    counts = [sum(row["accepted_by_depth"][d] for row in rows if d < len(row["accepted_by_depth"]))
+              for d in range(depth)]  # fmt: skip
+    return [count / rounds for count in counts] if rounds else []
+
+
+def _parts(rows: Sequence[Row]) -> dict[str, float] | None:
+    found = [row["parts"] for row in rows if row.get("parts")]
+    if not found:
+        return None
+    return {name: statistics.median(one[name] for one in found) for name in found[0]}

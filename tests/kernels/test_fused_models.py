@@ -50,16 +50,17 @@ def test_the_target(family: str) -> None:
 def answers(
     target: Transformer, draft: GlideDraft, sampling: Sampling, store: RoundStore | None
 ) -> list[Row]:
-    method = Glide(draft, DraftHead(target, draft.vocab_ids), (3, 4, 2), 7, draws=False, name="tree")
-    rows = [Row([3, 1, 4, 1, 5], 1, 14), Row([2, 7], 2, 9)]
+    method = Glide(draft, DraftHead(target, draft.vocab_ids), (3, 4), 6, draws=False, name="tree")
+    rows = [Row([3, 1, 4, 1, 5], 1, 6), Row([2, 7], 2, 4)]
     state = start(target, target.new_cache(2, 40), rows, sampling)
     for _ in decode(state, method, accept_coupled, rounds=store):
         pass
     return rows
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_p=0.9)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize(
+    ("sampling", "ours"), [(Sampling(), False), (Sampling(0.8, top_p=0.9), True)], ids=["greedy", "sampled"]
+)
 def test_a_draft_proposes_the_same(sampling: Sampling, ours: bool) -> None:
     target = tiny_target(3, vocab_size=40).to(DEVICE)
     config = DraftConfig(window=6, cross_layers=(0, 1), use_feature=True, final_norm=True, qkv_bias=False)

@@ -81,8 +81,8 @@ class KVCache:
         """Keep `num_kept` [B] of the entries written past the prefix: those at `path` [B, P], in order.
 
         A path names nodes by their place in what was written, each at or behind its place in the path,
-        as a path through a tree does. Entries of the path past `num_kept` may hold any valid node. `fused` does
-        it for all layers by one kernel.
+        as a path through a tree does. Entries of the path past `num_kept` may hold any valid node.
+        `fused` does it for all layers by one kernel.
         """
         if fused:
             from longspec.kernels.commit import commit_path

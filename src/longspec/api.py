@@ -11,6 +11,7 @@ from typing import Any, Unpack, overload
 import torch
 
 from longspec import hub
+from longspec.attention import choose_backend
 from longspec.calibration import plan_for
 from longspec.decoding.choose import Sampling
 from longspec.decoding.reuse import PrefixStore
@@ -52,6 +53,7 @@ class LongSpec:
         offline: bool = False,
         progress: bool = False,
         calibrate: bool = True,
+        attention: str = "auto",
     ) -> LongSpec:
         """Load a target by short name, hub id, folder or .gguf file, and a draft by hub id, folder or .pth.
 
@@ -60,8 +62,10 @@ class LongSpec:
 
         dtype and device are torch's, or their names; "auto" is bfloat16 on a GPU and float32 on a CPU.
         max_length bounds prompt plus answer; the default is what the model was made for. The first request
-        with method "auto" measures this machine, once, unless `calibrate` is off.
+        with method "auto" measures this machine, once, unless `calibrate` is off. attention names a backend:
+        "triton", on a GPU, also replays whole rounds as CUDA graphs, and is new.
         """
+        backend = choose_backend(attention)
         target, place = name_of("target", target), pick_device(device)
         kind = pick_dtype(dtype, place)
         find = partial(hub.resolve, target, revision=revision, offline=offline, progress=progress)
@@ -79,6 +83,7 @@ class LongSpec:
         num_bytes = config.num_parameters * kind.itemsize
         with WeightFiles(folder) as weights, byte_bar(f"Loading {target}", num_bytes, progress) as advance:
             model = load_target(config, weights.tensor, place, kind, advance)
+        model.attention = backend
         drafting, acceptance = None, {}
         if wanted and wanted != "none":
             path = hub.resolve_draft(wanted, offline=offline, progress=progress)

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
+import torch
+
 from longspec.decoding.auto import Drafting, Guarded, Plan
 from longspec.decoding.choose import Sampling
+from longspec.decoding.device import needs_no_host
 from longspec.decoding.loop import Acceptance, DecodeState, Method, decode, start
 from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.reuse import PrefixStore
@@ -70,6 +73,12 @@ class Engine:
     plan: Callable[[], Plan] | None = None
     """Gives the plan of `auto`, measuring for it the first time; None goes without measurements."""
 
+    @property
+    def replays(self) -> bool:
+        """Whether rounds are captured and replayed: on a GPU, with the kernels that allow it."""
+        with torch.inference_mode():
+            return self.target.device.type == "cuda" and self.target.attention.fuses(self.target.embedding)
+
     def settle(self, options: MethodOptions, context: int, num_rows: int) -> tuple[MethodOptions, float]:
         """What `auto` means for this context and batch, and the tokens a round must emit to be worth it."""
         if self.plan is None:
@@ -110,7 +119,9 @@ class Request:
             context = max(len(row.prompt) + row.max_new_tokens // 2 for row in self.rows)
             options, cost = self._engine.settle(options, context, len(self.rows))
         method, acceptance = make_method(options, self._sampling, self._engine.draft)
-        if automatic and options.method != "vanilla":
+        # A guard looks at every round, and replayed ones wait for nobody.
+        waits = not self._engine.replays or method.device_key is None
+        if automatic and options.method != "vanilla" and waits:
             method = Guarded(method, cost)
         return method, acceptance
 
@@ -132,7 +143,9 @@ class Request:
         prompts = [row.prompt for row in self.rows]
         cache = engine.store.take(engine.target, prompts, needed, engine.max_length + slack, slack)
         state = self._state = start(engine.target, cache, self.rows, self._sampling)
-        for _ in decode(state, self.method, self._acceptance):
+        on_device = engine.replays and needs_no_host(state, self.method)
+        rounds = engine.store.rounds if on_device else None
+        for _ in decode(state, self.method, self._acceptance, rounds=rounds):
             self._prefill_seconds = state.prefill_seconds
             self._num_prefilled = state.num_prefilled
             for row, text in zip(self.rows, self.texts, strict=True):

@@ -50,6 +50,10 @@ class Attention(Protocol):
     the exponentiated scores, so that results over disjoint keys can be merged exactly.
     """
 
+    def fuses(self, x: Tensor) -> bool:
+        """Whether the small work around attention on x is for our own kernels as well."""
+        ...
+
     def plan(
         self,
         lengths: Tensor,

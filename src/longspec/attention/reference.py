@@ -14,6 +14,10 @@ class ReferenceAttention:
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self._dtype = dtype
 
+    def fuses(self, x: Tensor) -> bool:
+        """See `Attention.fuses`."""
+        return False
+
     def plan(
         self,
         lengths: Tensor,

@@ -19,6 +19,10 @@ class TorchAttention:
     result cannot depend on its neighbours.
     """
 
+    def fuses(self, x: Tensor) -> bool:
+        """See `Attention.fuses`."""
+        return False
+
     def plan(
         self,
         lengths: Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 from torch import Tensor
 
@@ -22,6 +23,10 @@ class TritonAttention:
 
     def __init__(self) -> None:
         self._torch = TorchAttention()
+
+    def fuses(self, x: Tensor) -> bool:
+        """See `Attention.fuses`. Where gradients are wanted, the kernels have none."""
+        return (x.is_cuda or triton.knobs.runtime.interpret) and not torch.is_grad_enabled()
 
     def plan(
         self,

@@ -77,16 +77,22 @@ class KVCache:
         """Count the next `num_new` written entries of each row as prefix."""
         self.lengths += num_new
 
-    def commit(self, path: Tensor, num_kept: Tensor) -> None:
+    def commit(self, path: Tensor, num_kept: Tensor, fused: bool = False) -> None:
         """Keep `num_kept` [B] of the entries written past the prefix: those at `path` [B, P], in order.
 
         A path names nodes by their place in what was written, each at or behind its place in the path,
         as a path through a tree does. Entries of the path past `num_kept` may hold any valid node.
+        `fused` does it for all layers by one kernel.
         """
-        rows, source = self._behind_prefix(path)
-        _, goal = self.slots(path.shape[1])
-        for buffer in (self.keys, self.values):
-            buffer[:, rows, :, goal] = buffer[:, rows, :, source]
+        if fused:
+            from longspec.kernels.commit import commit_path
+
+            commit_path(self.keys, self.values, self.lengths, path, num_kept)
+        else:
+            rows, source = self._behind_prefix(path)
+            _, goal = self.slots(path.shape[1])
+            for buffer in (self.keys, self.values):
+                buffer[:, rows, :, goal] = buffer[:, rows, :, source]
         self.advance(num_kept)
 
     def truncate(self, lengths: Tensor) -> None:

@@ -60,13 +60,25 @@ class DraftCache:
         """Forget everything; the buffers stay."""
         self.positions.fill_(-1)
 
-    def append(self, k: Tensor, v: Tensor, positions: Tensor, wanted: Tensor) -> None:
-        """Put keys and values [B, T, K, D] of committed tokens into the ring, where `wanted` [B, T]."""
-        rows = torch.arange(k.shape[0], device=k.device)[:, None]
+    def claim(self, positions: Tensor, wanted: Tensor) -> Tensor:
+        """The entries [B, T] of committed tokens at `positions` [B, T], whose keys and values are to follow.
+
+        What is not `wanted` [B, T] goes where nobody looks.
+        """
         entries = torch.where(wanted, positions % self.window, self.keys.shape[2] - 1)
+        self.positions.scatter_(1, entries, torch.where(wanted, positions, -1))
+        return entries
+
+    def put(self, entries: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put keys and values [B, T, K, D] into entries that were claimed."""
+        rows = torch.arange(k.shape[0], device=k.device)[:, None]
         self.keys[rows, :, entries] = k
         self.values[rows, :, entries] = v
-        self.positions.scatter_(1, entries, torch.where(wanted, positions, -1))
+
+    def node_entries(self, first: int, count: int) -> Tensor:
+        """The entries [B, count] of the tree's nodes first, first + 1, ..., behind the ring."""
+        places = torch.arange(self.window + first, self.window + first + count, device=self.keys.device)
+        return places.expand(self.keys.shape[0], -1)
 
     def put_nodes(self, first: int, k: Tensor, v: Tensor) -> None:
         """Put keys and values [B, T, K, D] of the tree's nodes first, first + 1, ... behind the ring."""

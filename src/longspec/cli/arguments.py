@@ -31,6 +31,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto, float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)",
     )
     group.add_argument(
+        "--attention", default="auto", metavar="NAME", help="auto, torch, triton (GPU) or reference"
+    )
+    group.add_argument(
         "--max-length", type=int, metavar="N", help="limit on prompt plus answer (default: the model's)"
     )
 
@@ -121,6 +124,7 @@ def load(arguments: argparse.Namespace) -> LongSpec:
         offline=arguments.offline,
         progress=True,
         calibrate=arguments.calibrate,
+        attention=arguments.attention,
     )
 
 

@@ -1,8 +1,7 @@
 """Rounds that ask nothing of the host: fixed shapes and everything on the device.
 
 On a GPU such a round is captured once, with all it launches, and then replayed; the host reads what a round
-emitted while the next one runs. The same rounds run uncaptured on a CPU, which is how they are tested so far:
-requests do not use them before replays have been tested and measured on a GPU.
+emitted while the next one runs. The same rounds run uncaptured on a CPU, which is how they are tested there.
 """
 
 from __future__ import annotations
@@ -78,8 +77,12 @@ def _choices(state: DecodeState, hidden: Tensor, sees: Tensor | None) -> Tensor:
     depths = torch.zeros(1, 1, device=hidden.device, dtype=torch.int64) if sees is None else sees.sum(-1) - 1
     positions = (state.cache.lengths[:, None] + depths + 1).expand(B, N)
     logits = state.target.logits(hidden).flatten(0, 1)
-    seeds = state.seeds[:, None].expand(B, N)
-    return choose(logits, state.sampling, seeds.flatten(), positions.flatten()).view(B, N)
+    seeds, positions = state.seeds[:, None].expand(B, N).flatten(), positions.flatten()
+    if state.target.attention.fuses(hidden):
+        from longspec.kernels.choose import choose_tokens
+
+        return choose_tokens(logits, seeds, positions, **vars(state.sampling)).view(B, N)
+    return choose(logits, state.sampling, seeds, positions).view(B, N)
 
 
 def _walk(tree: TokenTree, choices: Tensor, depth: int) -> Accepted:

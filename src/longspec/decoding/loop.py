@@ -158,7 +158,8 @@ def advance(
     host, and what is part of the state keeps its place in memory.
     """
     rows = torch.arange(len(running), device=hidden.device)
-    state.cache.commit(found.path, (found.num_accepted + 1) * running)
+    fused = state.target.attention.fuses(hidden)
+    state.cache.commit(found.path, (found.num_accepted + 1) * running, fused)
     last = hidden[rows, found.path[:, -1]]
     state.feature.copy_(torch.where(running[:, None], last, state.feature))
     # The path without the root, then the bonus right behind each row's last accepted token.

@@ -11,6 +11,7 @@ from itertools import takewhile
 import torch
 
 from longspec.cache import KVCache
+from longspec.decoding.device import RoundStore
 from longspec.decoding.row import Row
 from longspec.errors import UserError
 from longspec.models.placement import free_memory, gigabytes
@@ -46,6 +47,8 @@ class PrefixStore:
     may share a store.
     """
 
+    rounds: RoundStore = field(default_factory=RoundStore)
+    """Graphs over the cache; they go when it does."""
     _held: _Held | None = None
     # Reentrant: a stream that nobody wants any more may be collected, and put back, at any moment.
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -78,6 +81,7 @@ class PrefixStore:
             if old.capacity >= capacity:
                 return old
         held = None
+        self.rounds.clear()
         with _out_of_memory_explained(capacity - slack):
             # Both are there while the old one is copied into the new one; where there is no room for that,
             # the old one goes first and the prompt is computed anew.
@@ -103,6 +107,7 @@ class PrefixStore:
         """Let the memory go."""
         with self._lock:
             self._held = None
+            self.rounds.clear()
 
 
 def _common_prefix(one: list[int], two: list[int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from longspec.attention import Attention, AttentionPlan
 from longspec.cache import KVCache, Slots
 from longspec.config import ModelConfig
-from longspec.models.rope import rotate
+from longspec.models.rope import RopeTable, rotate
 
 
 class ForwardPass(Protocol):
@@ -35,9 +36,15 @@ class CachedPass:
     cache: KVCache
     slots: Slots
     """Where the new tokens' keys and values go."""
-    rope: tuple[Tensor, Tensor]
+    positions: Tensor
+    table: RopeTable
     attention: Attention
     plan: AttentionPlan
+
+    @cached_property
+    def rope(self) -> tuple[Tensor, Tensor]:
+        """See `ForwardPass.rope`."""
+        return self.table(self.positions)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the new keys and values past the prefix, then attend to the prefix and to them."""

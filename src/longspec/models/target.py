@@ -68,6 +68,10 @@ class Transformer(nn.Module):
         """
         run = self._follow(cache, tokens, tree, sinks, window) if isinstance(cache, KVCache) else cache
         x = F.embedding(tokens, self.embedding)
+        if isinstance(run, CachedPass) and self.attention.fuses(x):
+            from longspec.models.fused import run_blocks
+
+            return run_blocks(self, x, run)
         for block in self.blocks:
             x = block(x, run)
         return self.norm(x)
@@ -80,7 +84,7 @@ class Transformer(nn.Module):
         positions = cache.lengths[:, None] + depths
         self.rope.reserve(cache.capacity)
         plan = self.attention.plan(cache.lengths, T, tree, sinks, window)
-        return CachedPass(cache, cache.slots(T), self.rope(positions), self.attention, plan)
+        return CachedPass(cache, cache.slots(T), positions, self.rope, self.attention, plan)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores over the vocabulary in fp32, of hidden states that `forward` returned."""

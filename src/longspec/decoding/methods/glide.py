@@ -107,9 +107,16 @@ class Glide:
         assert self.ring is not None
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
         positions = ((end - counts)[:, None] + offsets).clamp(min=0)
-        x, rope = _embed(state, tokens, positions)
-        _, k, v = self._draft.project(x, rope)
-        self.ring.append(k, v, positions, offsets < counts[:, None])
+        entries = self.ring.claim(positions, offsets < counts[:, None])
+        x = F.embedding(tokens, state.target.embedding)
+        if state.target.attention.fuses(x):
+            from longspec.models.fused import write_draft
+
+            place = (self.ring.keys, self.ring.values, entries)
+            write_draft(self._draft, x, state.target.rope.table, positions, place)
+            return
+        _, k, v = self._draft.project(x, state.target.rope(positions))
+        self.ring.put(entries, k, v)
 
     def _forward(self, state: DecodeState, levels: list[_Level], plan: AttentionPlan) -> Tensor:
         """Hidden states [B, n, E] of the last level. The root's own KV is in the ring already."""
@@ -121,17 +128,41 @@ class Glide:
         if depth:
             nodes = ancestors(torch.cat([one.parents for one in levels], 1))[:, first:]
             nodes[:, :, 0] = False  # the root is seen in the ring
+        sees = self.ring.sees(positions, nodes)
+        x, feature = F.embedding(level.tokens, state.target.embedding), state.feature[:, None]
         attention = _RingAttention(
             state.target.attention,
             self.ring,
-            self.ring.sees(positions, nodes),
+            sees,
             first if depth else None,
             state.cache,
             self._layers,
             plan,
         )
-        x, rope = _embed(state, level.tokens, positions)
-        return self._draft(x, rope, attention, state.feature[:, None])
+        if state.target.attention.fuses(x):
+            return self._fused(state, x, positions, attention)
+        return self._draft(x, state.target.rope(positions), attention, feature)
+
+    def _fused(self, state: DecodeState, x: Tensor, positions: Tensor, where: _RingAttention) -> Tensor:
+        from longspec.models.fused import run_draft
+
+        ring = where.ring
+        if where.first is None:  # the root's keys and values are there; the same ones are written again
+            entries = positions % ring.window
+        else:
+            entries = ring.node_entries(where.first, x.shape[1])
+        return run_draft(
+            self._draft,
+            x,
+            state.target.rope.table,
+            positions,
+            (ring.keys, ring.values, entries),
+            where.sees,
+            where.backend,
+            [state.cache.layer(layer) for layer in self._layers],
+            where.plan,
+            state.feature[:, None],
+        )
 
     def _best_level(self, state: DecodeState, levels: list[_Level], logits: Tensor, depth: int) -> _Level:
         """The best children of the last level's nodes, chosen across the whole level."""
@@ -140,14 +171,10 @@ class Glide:
             # The noise that the target's choice will have: what it makes likely there, it makes likely here.
             noise = gumbel(state.seeds, state.cache.lengths + depth + 1, token_ids)
             logits = logits / state.sampling.temperature + noise[:, None].float()
-        width = self._shape[depth]
-        # A draft that computes nan proposes nonsense, which is allowed; the order of its nodes must hold.
-        best = F.log_softmax(logits, -1).nan_to_num(-torch.inf).topk(min(width, logits.shape[-1]), -1)
-        scores = (levels[-1].scores[:, :, None] + best.values).flatten(1)
-        top = scores.topk(min(width, scores.shape[1]), -1)
         first = sum(one.tokens.shape[1] for one in levels[:-1])
-        parents = first + top.indices // best.indices.shape[-1]
-        return _Level(token_ids[best.indices.flatten(1).gather(1, top.indices)], parents, top.values)
+        fused = state.target.attention.fuses(logits)
+        indices, parents, scores = _best_children(logits, levels[-1].scores, self._shape[depth], fused)
+        return _Level(token_ids[indices], first + parents, scores)
 
     def _drawn_level(
         self, state: DecodeState, levels: list[_Level], logits: Tensor, depth: int
@@ -198,5 +225,19 @@ class _RingAttention:
         return self.backend.prefix(q, *self.cache.layer(self.layers[index]), self.plan)[0]
 
 
-def _embed(state: DecodeState, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    return F.embedding(tokens, state.target.embedding), state.target.rope(positions)
+# Wider levels are faster by torch's own top-k.
+_WIDEST = 32
+
+
+def _best_children(logits: Tensor, scores: Tensor, width: int, fused: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The best children of nodes with logits [B, n, V] and scores [B, n]: index, node and score, [B, w]."""
+    if fused and width <= _WIDEST:
+        from longspec.kernels.topk import best_children
+
+        return best_children(logits, scores, width)
+    # A draft that computes nan proposes nonsense, which is allowed; the order of its nodes must hold.
+    best = F.log_softmax(logits, -1).nan_to_num(-torch.inf).topk(min(width, logits.shape[-1]), -1)
+    total = (scores[:, :, None] + best.values).flatten(1)
+    top = total.topk(min(width, total.shape[1]), -1)
+    parents = top.indices // best.indices.shape[-1]
+    return best.indices.flatten(1).gather(1, top.indices), parents, top.values

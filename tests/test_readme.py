@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.tiny import no_launcher
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -57,7 +59,9 @@ def test_training_a_draft_in_four_commands(tmp_path: Path, tiny_folder: Path) ->
         for old, new in smaller.items():
             command = command.replace(old, new)
         arguments = [sys.executable, "-m", "longspec.cli.main", *shlex.split(command)]
-        result = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        result = subprocess.run(
+            arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=no_launcher()
+        )
         assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
 

@@ -82,7 +82,7 @@ def launch(overrides: list[str], processes: int = 1, launcher: str = "torchrun")
         command += ["--master_port", str(free_port()), "--module"]
     # The deepspeed launcher counts accelerators and calls its workers by the first python of the path.
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PATH": path}
+    environment = no_launcher() | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PATH": path}
     return subprocess.Popen(
         [*command, "longspec.train", *overrides],
         stdout=subprocess.PIPE,
@@ -91,6 +91,12 @@ def launch(overrides: list[str], processes: int = 1, launcher: str = "torchrun")
         env=environment,
         start_new_session=True,
     )
+
+
+def no_launcher() -> dict[str, str]:
+    """The environment without what training in this very process left there, as a launcher would have."""
+    left = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    return {name: value for name, value in os.environ.items() if name not in left}
 
 
 def free_port() -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from longspec.bench.clock import now
 from longspec.bench.shapes import random_target, shape_named
 from longspec.config import DraftConfig, ModelConfig
 from longspec.decoding.choose import Sampling
@@ -145,16 +146,10 @@ def copy_bandwidth(device: torch.device) -> float:
     goal = torch.empty_like(source)
     best = 0.0
     for _ in range(6):
-        started = _now(device)
+        started = now(device)
         goal.copy_(source)
-        best = max(best, 2 * size / (_now(device) - started))
+        best = max(best, 2 * size / (now(device) - started))
     return best
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def table(lines: Sequence[Latency]) -> str:

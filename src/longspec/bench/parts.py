@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
-import torch
-
 from longspec.api import LongSpec
+from longspec.bench.clock import now
 from longspec.decoding.loop import DecodeState, Method
 from longspec.decoding.tree import TokenTree
 from longspec.request import Options, Request
@@ -40,36 +39,30 @@ class _Watched:
 
 def time_parts(model: LongSpec, prompt: list[int], options: Options) -> dict[str, float]:
     """Seconds of an average round, by part. Watching costs a little: it is never the timed answer."""
-    device = model.engine.target.device
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
+    clock = partial(now, model.engine.target.device)
     request = Request(model.engine, [prompt], options)
-    watched = request.method = _Watched(request.method, now)
+    watched = request.method = _Watched(request.method, clock)
     verify, began = 0.0, 0.0
 
     def before(*_: Any) -> None:
         nonlocal began
-        began = now()
+        began = clock()
 
     def after(*_: Any) -> None:
         nonlocal verify
         if not watched.proposing:  # magicdec proposes by the target too
-            verify += now() - began
+            verify += clock() - began
 
     hooks: list[Any] = []
     turns, started = request.turns(), 0.0
     try:
         next(turns)  # the prefill
-        started = now()
+        started = clock()
         target = model.engine.target
         hooks = [target.register_forward_pre_hook(before), target.register_forward_hook(after)]
         for _ in turns:
             pass
-        total = now() - started
+        total = clock() - started
     finally:
         for hook in hooks:
             hook.remove()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from longspec.bench.clock import now
 from longspec.bench.shapes import random_target, shape_named
 from longspec.config import DraftConfig, ModelConfig
 from longspec.data.collate import collate
@@ -69,10 +69,10 @@ def measure_training(
         torch.cuda.reset_peak_memory_stats()
     for step in range(3 if not compile else 5):
         _step(objective, engine, layouts[step % 4])
-    started = _now(device)
+    started = now(device)
     for step in range(num_steps):
         _step(objective, engine, layouts[step % 4])
-    seconds = (_now(device) - started) / num_steps
+    seconds = (now(device) - started) / num_steps
     tokens = seq_length * micro_batch
     flops = flops_per_token(config, model, seq_length, soft)
     rate = matmul_rate(device, dtype)
@@ -138,13 +138,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     for _ in range(3):
         a @ b
-    started = _now(device)
+    started = now(device)
     for _ in range(10):
         a @ b
-    return 10 * 2 * size**3 / (_now(device) - started)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
+    return 10 * 2 * size**3 / (now(device) - started)

@@ -137,13 +137,11 @@ class Engine:
         """Add the gradients of one micro-batch. DeepSpeed averages over those of a step and processes."""
         self.draft.backward(loss)
 
-    def step(self, lr: float) -> float | None:
-        """Count a micro-batch; after the last one of a step the weights move. Returns the gradient's norm."""
+    def step(self, lr: float) -> None:
+        """Count a micro-batch; after the last one of a step the weights move."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self.draft.step()
-        norm = self.draft.get_global_grad_norm()
-        return None if norm is None else float(norm)
 
     def sum(self, values: Tensor) -> Tensor:
         """Added up over the processes that see different samples, without counting any twice."""

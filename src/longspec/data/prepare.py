@@ -29,7 +29,7 @@ from longspec.data.shards import (
 from longspec.data.work import claimed, encode_in_order
 from longspec.errors import UserError
 from longspec.hub import resolve_tokenizer
-from longspec.models.files import read_json, write_whole
+from longspec.models.files import clear_unfinished, read_json, write_whole
 from longspec.progress import byte_bar
 from longspec.prompts import PromptEncoder
 
@@ -147,6 +147,7 @@ def prepare(options: Options, progress: bool = False) -> Summary:
     encoder = Encoder(recipe, tokenizer)
     settings = options.settings(files, encoder)
     with claimed(options.folder, _STATE):
+        clear_unfinished(options.folder / _STATE)
         if is_finished(options.folder):
             info = read_info(options.folder)
             _compare(info.made_by, settings, options.folder, "was made")

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspec.errors import UserError
-from longspec.models.files import read_json, write_whole
+from longspec.models.files import clear_unfinished, read_json, write_whole
 
 FORMAT = 1
 _INFO = "dataset.json"
@@ -145,6 +145,7 @@ def finish(
         counts += np.bincount(tokens[roles != Role.PAD], minlength=vocab_size)
     for leftover in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)
+    clear_unfinished(folder / _INFO)
     with open(folder / "counts.npy", "wb") as file:
         np.save(file, counts)
     info = DatasetInfo(

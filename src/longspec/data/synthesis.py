@@ -105,7 +105,7 @@ def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         known: dict[str, Any] | None = read_info(folder).made_by.get("settings")
     else:
         known = read_json(path) if path.is_file() else None
-    if known is None and folder.exists() and any(folder.iterdir()):
+    if known is None and folder.exists() and any(found.name != _PROGRESS for found in folder.iterdir()):
         raise UserError(f"{folder} holds something else; give an --output that is new or empty")
     if known is None:
         return settings

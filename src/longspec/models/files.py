@@ -39,6 +39,12 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
+def clear_unfinished(path: Path) -> None:
+    """Remove what a process that was killed while it wrote this file left behind."""
+    for leftover in path.parent.glob(f".{path.name}-*"):
+        leftover.unlink(missing_ok=True)
+
+
 def read_config(folder: Path, values: Mapping[str, Any] | None = None) -> ModelConfig:
     """The shape of the model in a Hugging Face folder; of `values` where they are known without one."""
     if values is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from longspec.decoding.accept import Accepted
 from longspec.decoding.choose import choose
 from longspec.decoding.loop import Acceptance, DecodeState, Method, advance
-from longspec.decoding.tree import TokenTree
+from longspec.decoding.tree import TokenTree, ancestors
 
 # Rounds that may be on their way before the host has read the first of them.
 _IN_FLIGHT = 2
@@ -55,9 +55,30 @@ def width_of(method: Method) -> int:
 def device_round(state: DecodeState, method: Method, board: Board) -> None:
     """Propose, verify, accept, commit, and note for the host what was emitted."""
     tree = method.propose(state)
-    sees = tree.sees()
+    fused = state.target.attention.fuses(state.target.embedding)
+    sees, depths = _ancestry(tree, width_of(method) - 1, fused)
     hidden = state.target(tree.tokens, state.cache, sees)
-    found = _walk(tree, _choices(state, hidden, sees), width_of(method) - 1)
+    choices = _choices(state, hidden, depths, fused)
+    (_settle_fused if fused else _settle)(state, tree, hidden, choices, board)
+    # A round may run past a row's limit; there is room for its nodes only behind the limit itself.
+    state.cache.lengths.clamp_(max=board.limits - 1)
+
+
+def _ancestry(tree: TokenTree, depth: int, fused: bool) -> tuple[Tensor | None, Tensor]:
+    """Which nodes each node sees, None for a lone root, and how deep it stands, int64 [B, N]."""
+    if tree.num_nodes == 1:
+        return None, torch.zeros_like(tree.tokens)
+    if fused:
+        from longspec.kernels.tree import tree_sees
+
+        return tree_sees(tree.parents, depth)
+    sees = ancestors(tree.parents)
+    return sees, sees.sum(-1) - 1
+
+
+def _settle(state: DecodeState, tree: TokenTree, hidden: Tensor, choices: Tensor, board: Board) -> None:
+    """Accept and commit, and note what follows on the board."""
+    found = _walk(tree, choices, board.report.shape[1] - 2)
     running, lengths = board.running, state.cache.lengths
     emitted, num_emitted = advance(state, tree, hidden, found, running)
     state.emitted.copy_(emitted)
@@ -67,18 +88,36 @@ def device_round(state: DecodeState, method: Method, board: Board) -> None:
     real = torch.arange(emitted.shape[1], device=emitted.device) < num_emitted[:, None]
     ended = ((emitted[:, :, None] == board.ends).any(-1) & real).any(-1) | (lengths + 1 >= board.limits)
     running.logical_and_(~ended)
-    # A round may run past a row's limit; there is room for its nodes only behind the limit itself.
-    lengths.clamp_(max=board.limits - 1)
 
 
-def _choices(state: DecodeState, hidden: Tensor, sees: Tensor | None) -> Tensor:
+def _settle_fused(state: DecodeState, tree: TokenTree, hidden: Tensor, choices: Tensor, board: Board) -> None:
+    """As `_settle`, but in few launches."""
+    from longspec.kernels.settle import settle_round
+
+    path, num_kept = settle_round(
+        tree.tokens,
+        tree.parents,
+        choices,
+        hidden,
+        state.cache.lengths,
+        board.limits,
+        board.ends,
+        board.running,
+        state.emitted,
+        state.num_emitted,
+        board.report,
+        state.feature,
+    )
+    state.cache.commit(path, num_kept, fused=True)
+
+
+def _choices(state: DecodeState, hidden: Tensor, depths: Tensor, fused: bool) -> Tensor:
     """The target's choice at every node, int64 [B, N]."""
     B, N, _ = hidden.shape
-    depths = torch.zeros(1, 1, device=hidden.device, dtype=torch.int64) if sees is None else sees.sum(-1) - 1
-    positions = (state.cache.lengths[:, None] + depths + 1).expand(B, N)
+    positions = (state.cache.lengths[:, None] + depths + 1).flatten()
     logits = state.target.logits(hidden).flatten(0, 1)
-    seeds, positions = state.seeds[:, None].expand(B, N).flatten(), positions.flatten()
-    if state.target.attention.fuses(hidden):
+    seeds = state.seeds[:, None].expand(B, N).flatten()
+    if fused:
         from longspec.kernels.choose import choose_tokens
 
         return choose_tokens(logits, seeds, positions, **vars(state.sampling)).view(B, N)

@@ -80,9 +80,10 @@ def _node_kernel(
         key = tl.where(key == best, _REMOVED, key)
 
 
-@triton.jit(do_not_specialize=["count", "num_nodes", "width"])
+@triton.jit(do_not_specialize=["count", "num_nodes", "width", "first"])
 def _level_kernel(
-    scores, tokens, out_tokens, out_parents, out_scores, count, num_nodes, width, BLOCK: tl.constexpr
+    scores, tokens, token_ids, out_tokens, out_parents, out_scores, count, num_nodes, width, first,
+    BLOCK: tl.constexpr, NAMED: tl.constexpr,
 ):  # fmt: skip
     """The best `width` children of a row's nodes."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -92,8 +93,11 @@ def _level_kernel(
     for turn in tl.range(0, width):
         best = tl.max(key, 0)
         index = _index_of(best)
-        tl.store(out_tokens + row * width + turn, tl.load(tokens + row * num + index).to(tl.int64))
-        tl.store(out_parents + row * width + turn, (index // count).to(tl.int64))
+        token = tl.load(tokens + row * num + index).to(tl.int64)
+        if NAMED:
+            token = tl.load(token_ids + token)
+        tl.store(out_tokens + row * width + turn, token)
+        tl.store(out_parents + row * width + turn, first + (index // count).to(tl.int64))
         tl.store(out_scores + row * width + turn, _value_of(best))
         key = tl.where(key == best, _REMOVED, key)
 
@@ -104,13 +108,15 @@ def best_children(
     width: int,
     temperature: float = 1.0,
     noise: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The `width` best children of a level's nodes, best first, by cumulative log-probability.
 
     logits fp32 [B, n, V] and scores fp32 [B, n] are the nodes'. A child's score is its node's plus its
     log-probability: of the logits or, where `noise` [B, V] is given, of logits / temperature + noise.
-    Returned are the children's index in the vocabulary, their node (0..n-1), both int64, and their score,
-    each [B, w], w at most the children there are.
+    Returned are the children's token (its index, or what token_ids [V] has there), their node, counted from
+    `first` on, both int64, and their score, each [B, w], w at most the children there are.
     """
     B, n, V = logits.shape
     logits = logits.contiguous()
@@ -134,7 +140,7 @@ def best_children(
     tokens, parents = torch.empty(2, B, width, dtype=torch.int64, device=device).unbind(0)
     best = torch.empty(B, width, dtype=torch.float32, device=device)
     _level_kernel[(B,)](
-        node_scores, node_tokens, tokens, parents, best, count, n, width,
-        BLOCK=triton.next_power_of_2(n * count),
+        node_scores, node_tokens, node_tokens if token_ids is None else token_ids, tokens, parents, best,
+        count, n, width, first, BLOCK=triton.next_power_of_2(n * count), NAMED=token_ids is not None,
     )  # fmt: skip
     return tokens, parents, best

@@ -2,101 +2,115 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from longspec.attention import Attention, AttentionPlan
+from longspec.kernels.linear import covers, few_rows
 from longspec.kernels.norm import add_rms_norm, rms_norm
 from longspec.kernels.rope import rope_write
 from longspec.kernels.silu import silu_mul
 from longspec.models.draft import GlideDraft
-from longspec.models.layers import Block, CachedPass, FeedForward, SelfAttention
+from longspec.models.layers import Block, CachedPass, FeedForward, Linear, RMSNorm, SelfAttention
 from longspec.models.target import Transformer
 
 
 def run_blocks(target: Transformer, x: Tensor, run: CachedPass) -> Tensor:
     """What `Transformer.forward` returns for embedded tokens x [B, T, E]."""
-    entries = run.slots[1]
+    entries = run.slots[1].contiguous()
+    positions = run.positions.expand_as(entries).contiguous()
+    table = target.rope.table
     delta: Tensor | None = None  # what the residual stream still lacks: it is added by the next norm
     for block in target.blocks:
         assert isinstance(block, Block)
-        normed, x = _norm(x, delta, block.attention_norm.weight, target.config.rms_eps)
+        qkv, x = _normed_linear(block.attention.qkv, block.attention_norm, x, delta)
         k, v = run.cache.layer(block.attention.layer)
-        q = rope_write(
-            block.attention.qkv(normed),
-            target.rope.table,
-            run.positions.expand_as(entries),
-            entries,
-            k,
-            v,
-            _head_norms(block.attention),
-        )
+        q = rope_write(qkv, table, positions, entries, k, v, _head_norms(block.attention))
         out = run.attention.attend(q, k, v, run.plan)[0]
-        delta = block.attention.output(out.flatten(2))
-        normed, x = _norm(x, delta, block.ffn_norm.weight, target.config.rms_eps)
-        delta = _feed_forward(block.ffn, normed)
-    return _norm(x, delta, target.norm.weight, target.config.rms_eps)[0]
+        delta = _linear(block.attention.output, out.flatten(2))
+        delta, x = _feed_forward(block.ffn, block.ffn_norm, x, delta)
+    return _norm(target.norm, x, delta)[0]
 
 
-def write_draft(
-    draft: GlideDraft, x: Tensor, table: Tensor, positions: Tensor, place: tuple[Tensor, Tensor, Tensor]
-) -> Tensor:
-    """Put the draft's own keys and values of embedded tokens x [B, T, E] in place; returns the queries.
+@dataclass(frozen=True)
+class DraftPass:
+    """What all levels of a draft's tree share."""
 
-    `place` is the keys and values [B, K, S, D] and the entries [B, T] where those of x go.
-    """
-    normed = rms_norm(x, draft.self_norm.weight, draft.target_config.rms_eps)
+    draft: GlideDraft
+    table: Tensor
+    """Of rope."""
+    attention: Attention
+    cross: list[tuple[Tensor, Tensor]]
+    """The target's KV of each cross layer."""
+    plan: AttentionPlan
+    feature: Tensor | None
+    """What the target's hidden state adds to each row's residual stream, [B, 1, E]."""
+
+
+Place = tuple[Tensor, Tensor, Tensor]
+"""The draft's own keys and values [B, K, S, D], and the entries [B, T] where those of new tokens go."""
+
+
+def write_draft(draft: GlideDraft, x: Tensor, table: Tensor, positions: Tensor, place: Place) -> Tensor:
+    """Put the draft's own keys and values of embedded tokens x [B, T, E] in place; returns the queries."""
     keys, values, entries = place
-    return rope_write(draft.qkv(normed), table, positions, entries, keys, values)
+    qkv, _ = _normed_linear(draft.qkv, draft.self_norm, x, None)
+    return rope_write(qkv, table, positions, entries, keys, values)
 
 
-def run_draft(
-    draft: GlideDraft,
-    x: Tensor,
-    table: Tensor,
-    positions: Tensor,
-    place: tuple[Tensor, Tensor, Tensor],
-    sees: Tensor,
-    attention: Attention,
-    cross: list[tuple[Tensor, Tensor]],
-    plan: AttentionPlan,
-    feature: Tensor | None,
-) -> Tensor:
+def run_draft(run: DraftPass, x: Tensor, positions: Tensor, place: Place, sees: Tensor) -> Tensor:
     """What `GlideDraft.forward` returns for embedded tokens x [B, T, E], while decoding.
 
-    Of the entries at `place` (see `write_draft`) the queries see what `sees` [B, T, S] allows. cross holds
-    the target's KV of each cross layer.
+    Of the entries at `place` the queries see what `sees` [B, T, S] allows.
     """
-    eps = draft.target_config.rms_eps
+    draft = run.draft
     keys, values, entries = place
-    q = write_draft(draft, x, table, positions, place)
-    delta = draft.self_output(attention.masked(q, keys, values, sees)[0].flatten(2))
-    if draft.feature is not None:
-        assert feature is not None, "this draft needs the target's hidden state"
-        delta = delta + draft.feature(feature)
-    normed, x = add_rms_norm(x, delta, draft.cross_norm.weight, eps)
+    q = write_draft(draft, x, run.table, positions, place)
+    delta = _linear(draft.self_output, run.attention.masked(q, keys, values, sees)[0].flatten(2))
+    if run.feature is not None:
+        delta = delta + run.feature
+    queries, x = _normed_linear(draft.cross_q, draft.cross_norm, x, delta)
     # Queries alone: no head of the cache takes part.
-    queries = rope_write(draft.cross_q(normed), table, positions, entries, keys[:, :0], values[:, :0])
+    queries = rope_write(queries, run.table, positions, entries, keys[:, :0], values[:, :0])
     outs = [
-        attention.prefix(part, *layer, plan)[0]
-        for part, layer in zip(queries.split(draft.num_heads, 2), cross, strict=True)
+        run.attention.prefix(part, *layer, run.plan)[0]
+        for part, layer in zip(queries.split(draft.num_heads, 2), run.cross, strict=True)
     ]
-    delta = draft.cross_output(torch.cat(outs, 2).flatten(2))
-    normed, x = add_rms_norm(x, delta, draft.ffn_norm.weight, eps)
-    delta = _feed_forward(draft.ffn, normed)
-    return x + delta if draft.final_norm is None else add_rms_norm(x, delta, draft.final_norm.weight, eps)[0]
+    delta = _linear(draft.cross_output, torch.cat(outs, 2).flatten(2))
+    delta, x = _feed_forward(draft.ffn, draft.ffn_norm, x, delta)
+    return x + delta if draft.final_norm is None else _norm(draft.final_norm, x, delta)[0]
 
 
-def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _norm(norm: RMSNorm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
     """The normed stream and the stream itself."""
-    return (rms_norm(x, weight, eps), x) if delta is None else add_rms_norm(x, delta, weight, eps)
+    if delta is None:
+        return rms_norm(x, norm.weight, norm.eps), x
+    return add_rms_norm(x, delta, norm.weight, norm.eps)
+
+
+def _normed_linear(linear: Linear, norm: RMSNorm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The projection of the normed stream, and the stream itself."""
+    if covers(x, linear.weight):
+        return few_rows(x, linear.weight, linear.bias, delta, (norm.weight, norm.eps))
+    normed, x = _norm(norm, x, delta)
+    return linear(normed), x
+
+
+def _linear(linear: Linear, x: Tensor) -> Tensor:
+    return few_rows(x, linear.weight, linear.bias)[0] if covers(x, linear.weight) else linear(x)
+
+
+def _feed_forward(ffn: FeedForward, norm: RMSNorm, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """What the feed-forward adds to the stream x + delta, and that stream."""
+    gate_up, x = _normed_linear(ffn.gate_up, norm, x, delta)
+    if covers(x, ffn.down.weight):
+        return few_rows(gate_up, ffn.down.weight, ffn.down.bias, gate=True)[0], x
+    return ffn.down(silu_mul(gate_up)), x
 
 
 def _head_norms(attention: SelfAttention) -> tuple[Tensor, Tensor, float] | None:
     if attention.q_norm is None or attention.k_norm is None:
         return None
     return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps
-
-
-def _feed_forward(ffn: FeedForward, x: Tensor) -> Tensor:
-    return ffn.down(silu_mul(ffn.gate_up(x)))

@@ -80,6 +80,10 @@ class Glide:
     def propose(self, state: DecodeState) -> TokenTree:
         """See `Method.propose`."""
         assert self.ring is not None, "begin comes first"
+        if not self._draws and state.target.attention.fuses(state.target.embedding):
+            from longspec.decoding.methods.fused_glide import propose_tree
+
+            return propose_tree(state, self._draft, self._head, self.ring, self._shape, self._max_nodes)
         self._append(state, state.emitted, state.num_emitted, state.cache.lengths + 1)
         B = len(state.rows)
         zero = torch.zeros(B, 1, dtype=torch.int64, device=state.roots.device)
@@ -109,12 +113,6 @@ class Glide:
         positions = ((end - counts)[:, None] + offsets).clamp(min=0)
         entries = self.ring.claim(positions, offsets < counts[:, None])
         x = F.embedding(tokens, state.target.embedding)
-        if state.target.attention.fuses(x):
-            from longspec.models.fused import write_draft
-
-            place = (self.ring.keys, self.ring.values, entries)
-            write_draft(self._draft, x, state.target.rope.table, positions, place)
-            return
         _, k, v = self._draft.project(x, state.target.rope(positions))
         self.ring.put(entries, k, v)
 
@@ -139,30 +137,7 @@ class Glide:
             self._layers,
             plan,
         )
-        if state.target.attention.fuses(x):
-            return self._fused(state, x, positions, attention)
         return self._draft(x, state.target.rope(positions), attention, feature)
-
-    def _fused(self, state: DecodeState, x: Tensor, positions: Tensor, where: _RingAttention) -> Tensor:
-        from longspec.models.fused import run_draft
-
-        ring = where.ring
-        if where.first is None:  # the root's keys and values are there; the same ones are written again
-            entries = positions % ring.window
-        else:
-            entries = ring.node_entries(where.first, x.shape[1])
-        return run_draft(
-            self._draft,
-            x,
-            state.target.rope.table,
-            positions,
-            (ring.keys, ring.values, entries),
-            where.sees,
-            where.backend,
-            [state.cache.layer(layer) for layer in self._layers],
-            where.plan,
-            state.feature[:, None],
-        )
 
     def _best_level(self, state: DecodeState, levels: list[_Level], logits: Tensor, depth: int) -> _Level:
         """The best children of the last level's nodes, chosen across the whole level."""
@@ -172,8 +147,7 @@ class Glide:
             noise = gumbel(state.seeds, state.cache.lengths + depth + 1, token_ids)
             logits = logits / state.sampling.temperature + noise[:, None].float()
         first = sum(one.tokens.shape[1] for one in levels[:-1])
-        fused = state.target.attention.fuses(logits)
-        indices, parents, scores = _best_children(logits, levels[-1].scores, self._shape[depth], fused)
+        indices, parents, scores = best_of_level(logits, levels[-1].scores, self._shape[depth])
         return _Level(token_ids[indices], first + parents, scores)
 
     def _drawn_level(
@@ -225,16 +199,8 @@ class _RingAttention:
         return self.backend.prefix(q, *self.cache.layer(self.layers[index]), self.plan)[0]
 
 
-# Wider levels are faster by torch's own top-k.
-_WIDEST = 32
-
-
-def _best_children(logits: Tensor, scores: Tensor, width: int, fused: bool) -> tuple[Tensor, Tensor, Tensor]:
+def best_of_level(logits: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """The best children of nodes with logits [B, n, V] and scores [B, n]: index, node and score, [B, w]."""
-    if fused and width <= _WIDEST:
-        from longspec.kernels.topk import best_children
-
-        return best_children(logits, scores, width)
     # A draft that computes nan proposes nonsense, which is allowed; the order of its nodes must hold.
     best = F.log_softmax(logits, -1).nan_to_num(-torch.inf).topk(min(width, logits.shape[-1]), -1)
     total = (scores[:, :, None] + best.values).flatten(1)

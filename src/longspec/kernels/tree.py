@@ -1,0 +1,170 @@
+"""The bookkeeping of token trees: which node sees what, where things stand, which nodes are worth keeping.
+
+Each of these is a handful of numbers. What costs time on a GPU is a launch, so each is one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS = 16
+
+
+@triton.jit(do_not_specialize=["num_nodes", "depth"])
+def _sees_kernel(
+    parents, sees, depths, num_nodes, depth, NODES: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    b = tl.program_id(1).to(tl.int64)
+    node, other = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, NODES)
+    real = node < num_nodes
+    parents += b * num_nodes
+    here = node.to(tl.int64)
+    found = other[None, :] == here[:, None]
+    for _ in tl.range(0, depth):
+        here = tl.load(parents + here, mask=real, other=0)
+        found = found | (other[None, :] == here[:, None])
+    place = (b * num_nodes + node)[:, None] * num_nodes + other[None, :]
+    tl.store(sees + place, found.to(tl.int8), mask=real[:, None] & (other < num_nodes)[None, :])
+    tl.store(depths + b * num_nodes + node, tl.sum(found.to(tl.int64), 1) - 1, mask=real)
+
+
+def tree_sees(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """Each node with its ancestors, bool [B, N, N], and how deep it stands, int64 [B, N].
+
+    parents [B, N] are those of a tree that is at most `depth` deep.
+    """
+    B, N = parents.shape
+    sees = torch.empty(B, N, N, dtype=torch.bool, device=parents.device)
+    depths = torch.empty(B, N, dtype=torch.int64, device=parents.device)
+    _sees_kernel[(triton.cdiv(N, _ROWS), B)](
+        parents.contiguous(), sees.view(torch.int8), depths, N, depth,
+        NODES=triton.next_power_of_2(N), ROWS=_ROWS,
+    )  # fmt: skip
+    return sees, depths
+
+
+@triton.jit(do_not_specialize=["num_nodes", "num_before", "depth", "window", "num_entries"])
+def _level_kernel(
+    held, lengths, parents, sees, positions, entries,
+    num_nodes, num_before, depth, window, num_entries, parents_b,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    index, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    position = tl.load(lengths + b) + depth
+    place = b * num_nodes + index
+    tl.store(positions + place, position)
+    node = num_before + index
+    # The root stands in the ring, where all committed tokens do.
+    tl.store(entries + place, tl.where(depth == 0, position % window, window + node))
+    for first in tl.range(0, num_entries, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        inside = entry < num_entries
+        back = position - tl.load(held + b * num_entries + entry, mask=inside, other=-1)
+        visible = (back >= 0) & (back < window) & (back <= position) & (entry < window)
+        here = node.to(tl.int64)
+        for _ in tl.range(0, depth):
+            visible = visible | (entry == window + here)
+            here = tl.load(parents + b * parents_b + here)
+        tl.store(sees + place * num_entries + entry, visible.to(tl.int8), mask=inside)
+
+
+def level_places(
+    held: Tensor, lengths: Tensor, parents: Tensor, num_nodes: int, depth: int, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the last `num_nodes` of a tree's nodes, all `depth` deep, see of the draft's entries; where
+    they stand in the text and among the entries.
+
+    held [B, S] is the position of what each entry of the ring holds, and behind the first `window` stand the
+    tree's nodes (see `DraftCache`); lengths [B] are the prefix's and parents [B, N] the tree's so far.
+    Returned are bool [B, n, S] and int64 [B, n] twice.
+    """
+    B, S = held.shape
+    N = parents.shape[1]
+    sees = torch.empty(B, num_nodes, S, dtype=torch.bool, device=held.device)
+    positions, entries = torch.empty(2, B, num_nodes, dtype=torch.int64, device=held.device).unbind(0)
+    _level_kernel[(num_nodes, B)](
+        held, lengths, parents, sees.view(torch.int8), positions, entries,
+        num_nodes, N - num_nodes, depth, window, S, parents.stride(0),
+        BLOCK=min(1024, triton.next_power_of_2(S)),
+    )  # fmt: skip
+    return sees, positions, entries
+
+
+@triton.jit(do_not_specialize=["width", "window", "num_entries"])
+def _claim_kernel(
+    num_new, lengths, held, positions, entries, width, window, num_entries, WIDTH: tl.constexpr
+):  # fmt: skip
+    b, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    count = tl.load(num_new + b)
+    position = tl.maximum(tl.load(lengths + b) + 1 - count + i, 0)
+    wanted = i < count
+    entry = tl.where(wanted, position % window, num_entries - 1)
+    tl.store(positions + b * width + i, position, mask=i < width)
+    tl.store(entries + b * width + i, entry, mask=i < width)
+    tl.store(held + b * num_entries + entry, position, mask=wanted & (i < width))
+
+
+def claim_newest(
+    num_new: Tensor, lengths: Tensor, held: Tensor, width: int, window: int
+) -> tuple[Tensor, Tensor]:
+    """Where the newest tokens stand, in the text and in the draft's ring, int64 [B, width] each.
+
+    Of the `width` tokens given in each row the first num_new [B] count, the last of which is the root: it
+    stands at lengths [B]. `held` (see `level_places`) learns of them; the others go where nobody looks.
+    """
+    B, S = held.shape
+    positions, entries = torch.empty(2, B, width, dtype=torch.int64, device=held.device).unbind(0)
+    _claim_kernel[(B,)](
+        num_new, lengths, held, positions, entries, width, window, S, WIDTH=triton.next_power_of_2(width)
+    )  # fmt: skip
+    return positions, entries
+
+
+@triton.jit(do_not_specialize=["num_nodes", "num_kept"])
+def _prune_kernel(
+    tokens, parents, scores, places, out_tokens, out_parents, num_nodes, num_kept,
+    NODES: tl.constexpr, ROWS: tl.constexpr, MAPS: tl.constexpr,
+):  # fmt: skip
+    """First each node's place among those kept; then, with MAPS, tokens and parents go there."""
+    b = tl.program_id(1).to(tl.int64)
+    node, other = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, NODES)
+    real = node < num_nodes
+    places += b * num_nodes
+    if MAPS:
+        place = tl.load(places + node, mask=real, other=-1)
+        kept = place >= 0
+        parent = tl.load(parents + b * num_nodes + node, mask=kept, other=0)
+        tl.store(out_parents + b * num_kept + place, tl.load(places + parent, mask=kept), mask=kept)
+        token = tl.load(tokens + b * num_nodes + node, mask=kept)
+        tl.store(out_tokens + b * num_kept + place, token, mask=kept)
+    else:
+        scores += b * num_nodes
+        theirs = tl.load(scores + other, mask=other < num_nodes, other=-float("inf"))
+        # How many are better than each node, and than each of the others: equal ones by their order.
+        rank = tl.zeros([NODES], tl.int32)
+        for i in tl.range(0, num_nodes):
+            score = tl.load(scores + i)
+            rank += ((score > theirs) | ((score == theirs) & (i < other))).to(tl.int32)
+        stays = (rank < num_kept) & (other < num_nodes)
+        before = tl.sum((stays[None, :] & (other[None, :] < node[:, None])).to(tl.int64), 1)
+        ours = tl.sum((stays[None, :] & (other[None, :] == node[:, None])).to(tl.int32), 1) > 0
+        tl.store(places + node, tl.where(ours, before, -1), mask=real)
+
+
+def prune(tokens: Tensor, parents: Tensor, scores: Tensor, num_kept: int) -> tuple[Tensor, Tensor]:
+    """The tokens and parents of a tree's best nodes, see `TokenTree.pruned`: [B, num_kept] each.
+
+    tokens, parents and scores are [B, N]. Scores must not be nan.
+    """
+    B, N = tokens.shape
+    places = torch.empty(B, N, dtype=torch.int64, device=tokens.device)
+    kept_tokens, kept_parents = torch.empty(2, B, num_kept, dtype=torch.int64, device=tokens.device).unbind(0)
+    for maps in (False, True):
+        _prune_kernel[(triton.cdiv(N, _ROWS), B)](
+            tokens, parents, scores, places, kept_tokens, kept_parents, N, num_kept,
+            NODES=triton.next_power_of_2(N), ROWS=_ROWS, MAPS=maps,
+        )  # fmt: skip
+    return kept_tokens, kept_parents

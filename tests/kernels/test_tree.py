@@ -1,0 +1,151 @@
+"""The kernels around a round against the plain code that they stand in for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspec.cache import DraftCache, KVCache
+from longspec.config import DraftConfig
+from longspec.decoding.choose import Sampling
+from longspec.decoding.device import Board, _settle, _settle_fused
+from longspec.decoding.loop import DecodeState, start
+from longspec.decoding.row import Row
+from longspec.decoding.tree import TokenTree, ancestors
+from longspec.kernels.linear import few_rows
+from longspec.kernels.tree import claim_newest, level_places, prune, tree_sees
+from tests.decoding.scripted import tiny_target
+from tests.kernels.test_fused import DEVICE, DTYPES, TOLERANCE
+
+
+def random_levels(B: int, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Parents [B, N] of trees whose levels have these many nodes."""
+    generator, levels, first = torch.Generator().manual_seed(seed), [torch.zeros(B, 1, dtype=torch.int64)], 0
+    for width in shape:
+        above = levels[-1].shape[1]
+        levels.append(first + torch.randint(above, (B, width), generator=generator))
+        first += above
+    return torch.cat(levels, 1).to(DEVICE)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1, 1), (4, 16, 16, 16, 16)])
+def test_who_sees_whom(shape: tuple[int, ...]) -> None:
+    parents = random_levels(2, shape, 0)
+    sees, depths = tree_sees(parents, len(shape))
+    assert torch.equal(sees, ancestors(parents))
+    assert torch.equal(depths, sees.sum(-1) - 1)
+
+
+def test_where_a_level_stands_and_what_it_sees() -> None:
+    target, window, shape = tiny_target(2), 7, (3, 5, 4)
+    ring = DraftCache.empty(
+        target.config, DraftConfig(window=window), 2, sum(shape) + 1, DEVICE, torch.float32
+    )
+    lengths = torch.tensor([3, 40], device=DEVICE)
+    ring.claim(lengths[:, None] - torch.arange(3, device=DEVICE), torch.ones(2, 3, device=DEVICE) > 0)
+    ring.positions[1, 5] = 33  # one that has just left the window
+    whole = random_levels(2, shape, 1)
+    first = 0
+    for depth, width in enumerate((1, *shape)):
+        parents = whole[:, : first + width]
+        sees, positions, entries = level_places(ring.positions, lengths, parents, width, depth, window)
+        assert torch.equal(positions, (lengths + depth)[:, None].expand(2, width))
+        nodes = ancestors(parents)[:, first:].clone()
+        nodes[:, :, 0] = False
+        assert torch.equal(sees, ring.sees(positions, nodes if depth else None))
+        assert torch.equal(entries, ring.node_entries(first, width) if depth else positions % window)
+        first += width
+
+
+def test_newest_tokens_enter_the_ring() -> None:
+    target = tiny_target(2)
+    one, other = (
+        DraftCache.empty(target.config, DraftConfig(window=6), 3, 4, DEVICE, torch.float32) for _ in range(2)
+    )
+    for counts, lengths in (((1, 3, 4), (0, 9, 20)), ((2, 1, 4), (2, 10, 24))):
+        num_new, ends = (torch.tensor(values, device=DEVICE) for values in (counts, lengths))
+        offsets = torch.arange(4, device=DEVICE)
+        positions = ((ends + 1 - num_new)[:, None] + offsets).clamp(min=0)
+        entries = one.claim(positions, offsets < num_new[:, None])
+        found = claim_newest(num_new, ends, other.positions, 4, 6)
+        assert torch.equal(found[0], positions)
+        assert torch.equal(found[1], entries)
+        assert torch.equal(one.positions, other.positions)
+
+
+@pytest.mark.parametrize("kept", [1, 9, 30, 52])
+def test_the_best_nodes_are_kept(kept: int) -> None:
+    parents = random_levels(3, (4, 16, 16, 16), 2)
+    drop = torch.randint(3, parents.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE).float()
+    drop[:, 0] = 0
+    drop[2, 20:] = torch.inf  # a draft that proposes nonsense
+    scores = -(ancestors(parents) * drop[:, None]).nan_to_num(0.0, posinf=torch.inf).sum(-1)
+    tree = TokenTree(torch.arange(parents.numel(), device=DEVICE).view_as(parents), parents)
+    true = tree.pruned(scores, kept)
+    tokens, above = prune(tree.tokens, parents, scores, kept)
+    assert torch.equal(tokens, true.tokens)
+    assert torch.equal(above, true.parents)
+
+
+def decode_state(B: int, width: int) -> tuple[DecodeState, Board]:
+    target = tiny_target(2).to(DEVICE)
+    rows = [Row([1] * (5 + row), row, 6, frozenset({3, 11})) for row in range(B)]
+    cache = KVCache.empty(target.config, B, 64, DEVICE, torch.float32)
+    cache.keys.normal_(generator=torch.Generator(DEVICE).manual_seed(0))
+    cache.values.copy_(cache.keys)
+    cache.lengths.copy_(torch.arange(B) + 4)
+    state = start(target, cache, rows, Sampling())
+    state.emitted = torch.zeros(B, width, dtype=torch.int64, device=DEVICE)
+    board = Board.of(state, width)
+    board.running[2] = False
+    return state, board
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1, 1), (3, 5, 4)])
+def test_a_round_is_settled_alike(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(4)
+    parents = random_levels(6, shape, 5)
+    for _ in range(8):  # a vocabulary so small that some paths are long, some ended, some repeated
+        tokens, choices = (torch.randint(4, parents.shape, generator=generator).to(DEVICE) for _ in range(2))
+        hidden = torch.randn(*parents.shape, tiny_target(2).config.hidden_size, generator=generator)
+        tree, found = TokenTree(tokens, parents), []
+        for settle in (_settle, _settle_fused):
+            state, board = decode_state(6, len(shape) + 1)
+            settle(state, tree, hidden.to(DEVICE), choices, board)
+            # What stands behind a row's own tokens, or behind its prefix, is nobody's.
+            said = torch.arange(len(shape) + 1, device=DEVICE) < state.num_emitted[:, None]
+            prefix = torch.arange(64, device=DEVICE) < state.cache.lengths[:, None]
+            kept = state.cache.keys * prefix[None, :, None, :, None]
+            told = (board.report[:, 0], board.report[:, 1:] * said, board.running)
+            left = (state.num_emitted, state.emitted * said, state.feature, state.cache.lengths, kept)
+            found.append((*told, *left))
+        for plain, fused in zip(*found, strict=True):
+            assert torch.equal(plain, fused)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("R", "I", "O"), [(1, 576, 960), (7, 48, 33), (20, 100, 2100), (64, 256, 64)])
+def test_products_of_few_rows(dtype: torch.dtype, R: int, I: int, O: int) -> None:  # noqa: E741
+    generator = torch.Generator().manual_seed(R)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    x, delta, norm, bias = draw(1, R, I), draw(1, R, I), draw(I), draw(O)
+    weight = draw(O, I) / I**0.5
+    bound = 4 * TOLERANCE[dtype]
+    out, total = few_rows(x, weight, bias, delta, (norm, 1e-5))
+    assert torch.equal(total, x + delta)
+    normed = F.rms_norm(total.double(), (I,), norm.double(), 1e-5)
+    torch.testing.assert_close(
+        out.double(), normed @ weight.double().T + bias.double(), atol=bound, rtol=bound
+    )
+    out, same = few_rows(x, weight)
+    assert same is x
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().T, atol=bound, rtol=bound)
+    gate_up = draw(1, R, 2 * I)
+    gate, up = gate_up.double().chunk(2, -1)
+    out, _ = few_rows(gate_up, weight, gate=True)
+    torch.testing.assert_close(out.double(), (F.silu(gate) * up) @ weight.double().T, atol=bound, rtol=bound)

@@ -76,8 +76,11 @@ class Engine:
     @property
     def replays(self) -> bool:
         """Whether rounds are captured and replayed: on a GPU, with the kernels that allow it."""
+        target = self.target
+        # Heads of an odd size are left to torch's kernels, which ask the host.
+        even = target.config.head_dim * target.dtype.itemsize % 16 == 0
         with torch.inference_mode():
-            return self.target.device.type == "cuda" and self.target.attention.fuses(self.target.embedding)
+            return target.device.type == "cuda" and even and target.attention.fuses(target.embedding)
 
     def settle(self, options: MethodOptions, context: int, num_rows: int) -> tuple[MethodOptions, float]:
         """What `auto` means for this context and batch, and the tokens a round must emit to be worth it."""

@@ -64,7 +64,11 @@ def answers(
 def test_a_draft_proposes_the_same(sampling: Sampling, ours: bool) -> None:
     target = tiny_target(3, vocab_size=40).to(DEVICE)
     config = DraftConfig(window=6, cross_layers=(0, 1), use_feature=True, final_norm=True, qkv_bias=False)
-    draft = GlideDraft(target.config, config if ours else DraftConfig(window=6))
+    # Layers that do not stand evenly, and a vocabulary of its own.
+    other = DraftConfig(window=6, cross_layers=(1, 0), draft_vocab=20)
+    draft = GlideDraft(target.config, config if ours else other)
+    if draft.vocab_ids is not None:
+        draft.vocab_ids.copy_(torch.arange(1, 40, 2))
     draft.initialise(torch.Generator().manual_seed(1), std=0.3)
     draft.requires_grad_(False).to(DEVICE)
     target.attention = choose_backend("torch")

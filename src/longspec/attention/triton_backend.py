@@ -48,9 +48,14 @@ class TritonAttention:
         return attend(q, k, v, plan.lengths, plan.tree, True, plan.sinks, plan.window)
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """See `Attention.prefix`."""
+        """See `Attention.prefix`; also of several layers at once, as `attend` says."""
         if not _covers_heads(q):
-            return self._torch.prefix(q, k, v, plan)
+            layers = zip(k, v, strict=True) if k.ndim == 5 else [(k, v)]
+            queries = q.chunk(k.shape[0] if k.ndim == 5 else 1, 2)
+            parts = [
+                self._torch.prefix(one, *layer, plan) for one, layer in zip(queries, layers, strict=True)
+            ]
+            return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
         return attend(q, k, v, plan.lengths, None, False, plan.sinks, plan.window)
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:

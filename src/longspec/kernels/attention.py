@@ -55,22 +55,22 @@ def _query_offsets(row, head, stride_t, stride_h, group):
 
 @triton.jit
 def _absorb_edge(
-    query, k, v, b, head, first, end, high, total, acc, scale,
+    query, k, v, layer, b, head, first, end, high, total, acc, scale,
     BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The keys from `first` on that come before `end`, less than a tile of them."""
     valid = first + tl.arange(0, BLOCK_S) < end
-    key = k.load([b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
-    value = v.load([b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
+    key = k.load([layer, b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
+    value = v.load([layer, b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
     # What lies behind may be nan, which a weight of 0 would let through.
     value = tl.where(valid[:, None], value, 0.0)
     return _absorb(query, key, value, valid[None, :], high, total, acc, scale, PRECISION, True)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits", "sinks", "window", "heads", "group"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits", "sinks", "window", "heads", "layer_heads", "group"])
 def _prefix_kernel(
     q, k, v, lengths, part_out, part_lse, q_b, q_t, q_h,
-    num_rows, num_splits, sinks, window, heads, group, scale,
+    num_rows, num_splits, sinks, window, heads, layer_heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
     SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -78,6 +78,7 @@ def _prefix_kernel(
     # Tiles of the same keys are neighbours, so that they find them in the L2 cache.
     tile, split, problem = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = problem // heads, problem % heads
+    layer, theirs = head // layer_heads, head % layer_heads
     row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     inside = (row < num_rows)[:, None] & (d < D)[None, :]
     rows_at = q + b.to(tl.int64) * q_b + _query_offsets(row, head, q_t, q_h, group)
@@ -97,16 +98,30 @@ def _prefix_kernel(
         last = tl.where(split == 0, tl.minimum(sinks, begin), 0)
         for first in tl.range(0, last, BLOCK_S):
             high, total, acc = _absorb_edge(
-                query, k, v, b, head, first, last, high, total, acc, scale, BLOCK_D, BLOCK_S, PRECISION
+                query,
+                k,
+                v,
+                layer,
+                b,
+                theirs,
+                first,
+                last,
+                high,
+                total,
+                acc,
+                scale,
+                BLOCK_D,
+                BLOCK_S,
+                PRECISION,
             )
     edge = start + (end - start) // BLOCK_S * BLOCK_S
     for first in tl.range(start, edge, BLOCK_S):
-        key = k.load([b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
-        value = v.load([b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
+        key = k.load([layer, b, theirs, first, 0]).reshape([BLOCK_S, BLOCK_D])
+        value = v.load([layer, b, theirs, first, 0]).reshape([BLOCK_S, BLOCK_D])
         high, total, acc = _absorb(query, key, value, row, high, total, acc, scale, PRECISION, False)
     if edge < end:
         high, total, acc = _absorb_edge(
-            query, k, v, b, head, edge, end, high, total, acc, scale, BLOCK_D, BLOCK_S, PRECISION
+            query, k, v, layer, b, theirs, edge, end, high, total, acc, scale, BLOCK_D, BLOCK_S, PRECISION
         )
 
     place = (problem.to(tl.int64) * num_splits + split) * num_rows + row
@@ -250,9 +265,14 @@ def attend(
     Each query sees the row's first `lengths` [B] entries, or of those only the first `sinks` and the last
     `window`. With `nodes` it also sees, of the T entries right behind them, those that `tree`, bool [T, T]
     or [B, T, T], allows it; without a tree, those up to its own. The rest is for tuning.
+
+    Without nodes, k and v may be those of several layers, [C, B, K, S, D]: of the H heads the first H / C
+    then attend to the first layer, and so on.
     """
     B, T, H, D = q.shape
-    K, capacity = k.shape[1], k.shape[2]
+    assert k.ndim == 4 or not nodes, "nodes stand in the cache of one layer"
+    k, v = (part if part.ndim == 5 else part[None] for part in (k, v))
+    K, capacity = k.shape[0] * k.shape[2], k.shape[3]
     num_rows = T * H // K
     tiling = tiling or choose_tiling(num_rows, D, q.dtype, q.device)
     num_tiles = triton.cdiv(num_rows, tiling.num_rows)
@@ -263,12 +283,12 @@ def attend(
     part_lse = torch.empty(B * K * num_splits * num_rows, dtype=torch.float32, device=q.device)
     out, lse = _results(q)
     shape = {"D": D, "BLOCK_D": _padded(D), "PRECISION": _precision(q.dtype)}
-    box = [1, 1, tiling.num_keys, shape["BLOCK_D"]]
+    box = [1, 1, 1, tiling.num_keys, shape["BLOCK_D"]]
     _prefix_kernel[(num_tiles, num_splits, B * K)](
         q, TensorDescriptor.from_tensor(k, box), TensorDescriptor.from_tensor(v, box), lengths,
-        part_out, part_lse, *q.stride()[:3], num_rows, num_splits, sinks, last, K, H // K, _scale(D), **shape,
-        BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, SINKS=sinks > 0 and window is not None,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        part_out, part_lse, *q.stride()[:3], num_rows, num_splits, sinks, last, K, k.shape[2], H // K,
+        _scale(D), **shape, BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys,
+        SINKS=sinks > 0 and window is not None, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
     mask, mask_strides = q, (0, 0)
     if tree is not None:
@@ -278,7 +298,7 @@ def attend(
     piece, parts = choose_slice(num_tiles * B * K, D, q.device)
     _merge_kernel[(num_tiles, B * K, triton.cdiv(D, piece))](
         q, k, v, mask, lengths, part_out, part_lse, out, lse,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides,
+        *q.stride()[:3], *k.stride()[1:4], *v.stride()[1:4], *mask_strides,
         num_rows, T, num_splits, last, K, H // K, _scale(D), **shape,
         BLOCK_R=_MERGE_ROWS, BLOCK_N=_node_block(T, D, q.dtype), SLICE=piece, PARTS=parts,
         UNIT=tiling.num_keys, NODES=nodes, TREE=tree is not None, num_warps=4, num_stages=1,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longspec.attention import Attention, AttentionPlan
+from longspec.cache import KVCache
 from longspec.kernels.linear import covers, few_rows
 from longspec.kernels.norm import add_rms_norm, rms_norm
 from longspec.kernels.rope import rope_write
@@ -43,7 +44,7 @@ class DraftPass:
     """Of rope."""
     attention: Attention
     cross: list[tuple[Tensor, Tensor]]
-    """The target's KV of each cross layer."""
+    """The target's KV of the cross layers, see `cross_caches`."""
     plan: AttentionPlan
     feature: Tensor | None
     """What the target's hidden state adds to each row's residual stream, [B, 1, E]."""
@@ -75,12 +76,23 @@ def run_draft(run: DraftPass, x: Tensor, positions: Tensor, place: Place, sees: 
     # Queries alone: no head of the cache takes part.
     queries = rope_write(queries, run.table, positions, entries, keys[:, :0], values[:, :0])
     outs = [
-        run.attention.prefix(part, *layer, run.plan)[0]
-        for part, layer in zip(queries.split(draft.num_heads, 2), run.cross, strict=True)
+        run.attention.prefix(part, *caches, run.plan)[0]
+        for part, caches in zip(queries.chunk(len(run.cross), 2), run.cross, strict=True)
     ]
-    delta = _linear(draft.cross_output, torch.cat(outs, 2).flatten(2))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+    delta = _linear(draft.cross_output, out.flatten(2))
     delta, x = _feed_forward(draft.ffn, draft.ffn_norm, x, delta)
     return x + delta if draft.final_norm is None else _norm(draft.final_norm, x, delta)[0]
+
+
+def cross_caches(cache: KVCache, layers: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    """The keys and values of these layers: as one pair [C, B, K, S, D] where the layers stand evenly, so that
+    one call attends to all of them; otherwise a pair of each."""
+    step = layers[1] - layers[0] if len(layers) > 1 else 1
+    if step > 0 and layers == tuple(range(layers[0], layers[-1] + 1, step)):
+        every = slice(layers[0], layers[-1] + 1, step)
+        return [(cache.keys[every], cache.values[every])]
+    return [cache.layer(layer) for layer in layers]
 
 
 def _norm(norm: RMSNorm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:

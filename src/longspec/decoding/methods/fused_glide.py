@@ -14,7 +14,7 @@ from longspec.kernels.noise import gumbel_noise
 from longspec.kernels.topk import best_children
 from longspec.kernels.tree import claim_newest, level_places, prune
 from longspec.models.draft import DraftHead, GlideDraft
-from longspec.models.fused import DraftPass, run_draft, write_draft
+from longspec.models.fused import DraftPass, cross_caches, run_draft, write_draft
 
 # Wider levels are faster by torch's own top-k.
 _WIDEST = 32
@@ -39,7 +39,7 @@ def propose_tree(
         draft,
         table,
         state.target.attention,
-        [state.cache.layer(layer) for layer in draft.config.layers_of(draft.target_config)],
+        cross_caches(state.cache, draft.config.layers_of(draft.target_config)),
         state.target.attention.plan(lengths, 1),
         None if draft.feature is None else draft.feature(state.feature)[:, None],
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longspec.attention.base import merge
+from longspec.bench.bandwidth import copy_bandwidth
 
 _CONTEXTS = (4096, 32768, 131072, 262144)
 _NODES = (1, 16, 64)
@@ -51,14 +52,6 @@ def time_of(work: Callable[[], object], num_replays: int = 30) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end))
     return median(times)
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a large copy on the device."""
-    source = torch.randn(2**30, device="cuda")
-    goal = torch.empty_like(source)
-    # By a kernel that changes what it copies: in a graph a plain copy is left to a slower engine.
-    return 2 * source.numel() * source.element_size() / (time_of(lambda: torch.neg(source, out=goal)) / 1e3)
 
 
 def measure(shape: Shape) -> dict[str, float]:
@@ -112,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("this needs a GPU; none is here")
-    bandwidth = copy_bandwidth()
+    bandwidth = copy_bandwidth(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, bf16, times in ms")
     print(f"{'context':>8} {'nodes':>5} {'ours':>8} {'floor':>8} {'ratio':>6} {'flash':>8} {'composed':>8}")
     for context in given.contexts:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longspec.attention.base import merge
 from longspec.bench.bandwidth import copy_bandwidth
+from longspec.decoding.graph import capture
 
 _CONTEXTS = (4096, 32768, 131072, 262144)
 _NODES = (1, 16, 64)
@@ -38,11 +39,7 @@ class Shape:
 
 def time_of(work: Callable[[], object], num_replays: int = 30) -> float:
     """Milliseconds of `work` on the device: the median over replays of a CUDA graph of it."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    graph = capture(work, torch.device("cuda"))
     times = []
     for _ in range(num_replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from longspec.attention.base import merge
+from longspec.bench.bandwidth import copy_bandwidth
+from longspec.decoding.graph import capture
 
 _CONTEXTS = (4096, 32768, 131072, 262144)
 _NODES = (1, 16, 64)
@@ -37,11 +39,7 @@ class Shape:
 
 def time_of(work: Callable[[], object], num_replays: int = 30) -> float:
     """Milliseconds of `work` on the device: the median over replays of a CUDA graph of it."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    graph = capture(work, torch.device("cuda"))
     times = []
     for _ in range(num_replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -51,14 +49,6 @@ def time_of(work: Callable[[], object], num_replays: int = 30) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end))
     return median(times)
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a large copy on the device."""
-    source = torch.randn(2**30, device="cuda")
-    goal = torch.empty_like(source)
-    # By a kernel that changes what it copies: in a graph a plain copy is left to a slower engine.
-    return 2 * source.numel() * source.element_size() / (time_of(lambda: torch.neg(source, out=goal)) / 1e3)
 
 
 def measure(shape: Shape) -> dict[str, float]:
@@ -112,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("this needs a GPU; none is here")
-    bandwidth = copy_bandwidth()
+    bandwidth = copy_bandwidth(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, bf16, times in ms")
     print(f"{'context':>8} {'nodes':>5} {'ours':>8} {'floor':>8} {'ratio':>6} {'flash':>8} {'composed':>8}")
     for context in given.contexts:

@@ -21,22 +21,29 @@ from longspec.models.placement import device_name
 def environment(model: LongSpec) -> dict[str, Any]:
     """Everything that the figures depend on beside the settings."""
     target = model.engine.target
-    facts: dict[str, Any] = {
+    return {
         "target": model.engine.name,
         "draft": model.engine.draft_name,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": str(target.device),
-        "processor": device_name(target.device),
+        "max_length": model.engine.max_length,
+        **machine(target.device, target.dtype),
+    }
+
+
+def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What of it holds for any model: the processor and the versions."""
+    facts: dict[str, Any] = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+        "processor": device_name(device),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
-        "max_length": model.engine.max_length,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "longspec": longspec.__version__,
         "commit": commit(),
     }
-    if target.device.type == "cuda":
+    if device.type == "cuda":
         facts["cuda"] = torch.version.cuda
     return facts
 

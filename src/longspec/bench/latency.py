@@ -5,24 +5,48 @@ Tokens that random weights draft are hardly ever accepted; what a round costs do
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 
-from longspec.bench.clock import now
+from longspec.api import prepare_draft
+from longspec.attention import choose_backend
+from longspec.bench.bandwidth import copy_bandwidth
+from longspec.bench.environment import PeakMemory
 from longspec.bench.shapes import random_target, shape_named
+from longspec.bench.summary import Spread
+from longspec.calibration import plan_for
 from longspec.config import DraftConfig, ModelConfig
+from longspec.decoding.accept import accept_coupled
+from longspec.decoding.auto import Drafting, Plan, gain
 from longspec.decoding.choose import Sampling
 from longspec.decoding.device import DeviceRounds
-from longspec.decoding.loop import DecodeState, Method, start
+from longspec.decoding.loop import DecodeState, Method, host_rounds, start
 from longspec.decoding.methods.glide import Glide
+from longspec.decoding.methods.make import DEFAULT_TREE, MethodOptions, make_method
 from longspec.decoding.methods.vanilla import Vanilla
 from longspec.decoding.row import Row
-from longspec.models.draft import DraftHead, GlideDraft
-from longspec.models.placement import pick_device, pick_dtype
+from longspec.errors import UserError
+from longspec.models.draft import GlideDraft
+from longspec.models.layers import pack_linears
+from longspec.models.placement import (
+    check_fits,
+    draft_weights,
+    free_memory,
+    gigabytes,
+    pick_device,
+    pick_dtype,
+)
 from longspec.models.target import Transformer
+
+# Rounds before the clock starts: kernels are compiled, and as many as may be in flight are.
+_WARM_UP = 5
+# Beside a cache there must be room for activations, logits and graphs.
+_WORKING = 2**28
 
 
 @dataclass(frozen=True)
@@ -31,105 +55,262 @@ class Setting:
 
     shape: str
     contexts: tuple[int, ...]
-    batches: tuple[int, ...]
-    tree_shape: tuple[int, ...]
-    max_nodes: int | None
-    draft: DraftConfig
-    sampling: Sampling
+    batches: tuple[int, ...] = (1,)
+    tree_shape: tuple[int, ...] = DEFAULT_TREE
+    max_nodes: int | None = None
+    auto: bool = False
+    """Whether the tree is the one that the plan of `auto` has for the context and batch."""
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    sampling: Sampling | None = None
+    """Measured beside greedy; None leaves it out."""
     rounds: int = 40
+    repeats: int = 5
+    device: str = "auto"
+    dtype: str = "auto"
+    attention: str = "auto"
+    """auto is the backend that replays rounds: triton, on a GPU."""
+
+    def __post_init__(self) -> None:
+        for name in ("contexts", "batches"):
+            values = getattr(self, name)
+            if not values or min(values) < 1:
+                raise UserError(f"{name} are {list(values)}; give one or more, each at least 1")
+        for name in ("rounds", "repeats"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.sampling is not None and (self.sampling.greedy or self.sampling.repetition_penalty != 1):
+            raise UserError(f"{self.sampling} cannot be measured beside greedy; give a temperature above 0")
+        MethodOptions("tree", tree_shape=self.tree_shape, max_nodes=self.max_nodes)  # refuses what is wrong
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Millitaken over the repeats, and their ratio within each repeat."""
+
+    step: Spread
+    """A vanilla step."""
+    round: Spread
+    """A whole round: drafting, verifying, accepting, committing, the host's reading."""
+    ratio: Spread
 
 
 @dataclass(frozen=True)
 class Latency:
-    """One line: times in milliseconds."""
+    """One context and batch."""
 
     context: int
     batch: int
+    tree_shape: tuple[int, ...]
     nodes: int
-    vanilla: float
-    """A vanilla step."""
-    tree: float
-    """A round: drafting, verifying, accepting, committing."""
-    ratio: float
+    """That are verified in a round, the root among them."""
+    greedy: Mode
+    sampled: Mode | None
     floor: float
-    """Reading the weights and the KV once, at the bandwidth of a large copy."""
-    share: float
-    """Of the floor's speed that vanilla reaches."""
-    tokens_per_second: float
-    """Vanilla's, all rows together."""
+    """Millitaken to read the weights and the KV once, at the bandwidth of a large copy."""
+    weights_bytes: int
+    """Of the target."""
+    kv_bytes: int
+    """Of the target, for this context and batch."""
+    draft_weights_bytes: int
     draft_kv_bytes: int
+    """Of one row."""
     peak_memory: int
+    """All that was taken from the device, with what graphs keep for themselves; of the process on a CPU."""
+
+    @property
+    def share(self) -> float:
+        """Of the floor's speed that vanilla reaches."""
+        return self.floor / self.greedy.step.median
+
+    @property
+    def beyond(self) -> int:
+        """Memory at the peak beyond the target's weights and KV: the draft, graphs, activations, tables."""
+        return self.peak_memory - self.weights_bytes - self.kv_bytes
+
+    @property
+    def sampling_costs(self) -> float | None:
+        """How much longer a round takes when sampling: 0.1 is 10% longer."""
+        return None if self.sampled is None else self.sampled.round.median / self.greedy.round.median - 1
 
 
-def measure_latency(setting: Setting, device_name: str = "auto") -> list[Latency]:
-    """Every context with every batch, vanilla and tree by turns."""
-    device = pick_device(device_name)
-    dtype = pick_dtype("auto", device)
+@dataclass(frozen=True)
+class Missing:
+    """A context and batch that could not be measured."""
+
+    context: int
+    batch: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """A whole run."""
+
+    setting: Setting
+    device: torch.device
+    dtype: torch.dtype
+    replays: bool
+    """Whether rounds were captured and replayed."""
+    bandwidth: float
+    """Bytes per second of a large copy, read and written."""
+    lines: list[Latency]
+    missing: list[Missing]
+
+
+class _NotMeasured(Exception):
+    """Says why."""
+
+
+def measure_latency(setting: Setting, on_line: Callable[[Latencies], None] = lambda run: None) -> Latencies:
+    """Every context with every batch; `on_line` is told after each what there is so far."""
+    device = pick_device(setting.device)
+    dtype = pick_dtype(setting.dtype, device)
     config = shape_named(setting.shape)
+    replayed = device.type == "cuda" and setting.attention == "auto"
+    attention = choose_backend("triton" if replayed else setting.attention)
+    check_fits(setting.shape, config, dtype, device)
+    bandwidth = copy_bandwidth(device)
     target = random_target(config, device, dtype)
+    target.attention = attention
+    pack_linears(target)
     draft = GlideDraft(config, setting.draft)
     draft.initialise(torch.Generator().manual_seed(0))
-    if draft.vocab_ids is not None:
-        draft.vocab_ids.copy_(torch.arange(len(draft.vocab_ids)))
-    draft.requires_grad_(False).to(device=device, dtype=dtype)
-    head = DraftHead(target, draft.vocab_ids)
-    bandwidth = copy_bandwidth(device)
-    lines = []
+    drafting = prepare_draft(draft.to(device=device, dtype=dtype), target)
+    with torch.inference_mode():
+        replays = device.type == "cuda" and attention.fuses(target.embedding)
+    found = Latencies(setting, device, dtype, replays, bandwidth, [], [])
+    plan = cache(partial(plan_for, target, drafting, {}, max(setting.contexts) + 1, False))
     for context in setting.contexts:
         for batch in setting.batches:
-            tree = Glide(draft, head, setting.tree_shape, setting.max_nodes, draws=False, name="tree")
-            lines.append(_line(target, tree, context, batch, setting, bandwidth))
-    return lines
+            try:
+                found.lines.append(_line(target, drafting, plan, context, batch, found))
+            except (_NotMeasured, torch.OutOfMemoryError) as error:
+                # The first line is enough: the allocator's advice goes on for many.
+                found.missing.append(Missing(context, batch, str(error).partition("\n")[0]))
+            on_line(found)
+    return found
 
 
 def _line(
-    target: Transformer, tree: Glide, context: int, batch: int, setting: Setting, bandwidth: float
+    target: Transformer,
+    drafting: Drafting,
+    plan: Callable[[], Plan],
+    context: int,
+    batch: int,
+    run: Latencies,
 ) -> Latency:
-    device, config = target.device, target.config
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    width = len(setting.tree_shape) + 1
-    capacity = context + 4 * setting.rounds * width + tree.num_nodes
-    cache = target.new_cache(batch, capacity)
-    generator = torch.Generator(device).manual_seed(0)
-    for layer in range(config.num_layers):
-        for buffer in cache.layer(layer):
-            buffer.normal_(generator=generator)
-    times = {}
-    methods: dict[str, Method] = {"vanilla": Vanilla(), "tree": tree}
-    for name, method in methods.items():
-        rows = [Row([1] * context, row, capacity) for row in range(batch)]
-        state = start(target, cache, rows, setting.sampling)
-        cache.lengths.fill_(context)
-        target.rope.reserve(capacity)
-        times[name] = 1e3 * _time(state, method, setting.rounds)
-    floor = 1e3 * read_bytes(config, target.dtype, context, batch) / bandwidth
+    setting, config, device = run.setting, target.config, target.device
+    _let_go(device)
+    tree = _tree(drafting, plan, context, batch, setting)
+    assert tree.tree_shape is not None
+    capacity = context + (setting.rounds + _WARM_UP + 3) * (len(tree.tree_shape) + 1) + tree.num_nodes
+    per_token = config.kv_bytes_per_token(target.dtype.itemsize)
+    if (needed := batch * capacity * per_token) + _WORKING > (free := free_memory(device)):
+        raise _NotMeasured(
+            f"does not fit: the KV takes {gigabytes(needed)} and {gigabytes(free)} are free on {device}; "
+            "a smaller context or batch would"
+        )
+    memory = PeakMemory(device)
+    modes = _times(target, tree, context, batch, capacity, setting, run.replays)
     assert tree.ring is not None
+    peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else memory.peak
     return Latency(
         context,
         batch,
+        tree.tree_shape,
         tree.num_nodes,
-        times["vanilla"],
-        times["tree"],
-        times["tree"] / times["vanilla"],
-        floor,
-        floor / times["vanilla"],
-        1e3 * batch / times["vanilla"],
-        tree.ring.num_bytes,
-        torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
+        modes[0],
+        modes[1] if len(modes) > 1 else None,
+        1e3 * read_bytes(config, target.dtype, context, batch) / run.bandwidth,
+        config.num_parameters * target.dtype.itemsize,
+        batch * context * per_token,
+        draft_weights(config, setting.draft, target.dtype),
+        tree.ring.num_bytes // batch,
+        peak,
     )
 
 
-def _time(state: DecodeState, method: Method, count: int) -> float:
-    """Seconds a round, the host's reading included."""
-    with torch.inference_mode():
-        rounds = DeviceRounds(state, method).run(state)
-        for _ in range(5):
-            next(rounds)
-        started = time.perf_counter()
-        for _ in range(count):
-            next(rounds)
-        return (time.perf_counter() - started) / count
+def _let_go(device: torch.device) -> None:
+    """Of the last line's cache and graphs, so that their memory counts nowhere else."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _tree(drafting: Drafting, plan: Callable[[], Plan], context: int, batch: int, setting: Setting) -> Glide:
+    options = MethodOptions("tree", tree_shape=setting.tree_shape, max_nodes=setting.max_nodes)
+    if setting.auto:
+        options = _planned_tree(plan(), context, batch)
+    method, _ = make_method(options, Sampling(), drafting)
+    assert isinstance(method, Glide)
+    return method
+
+
+def _planned_tree(plan: Plan, context: int, batch: int) -> MethodOptions:
+    """The tree that `auto` ranks first for this context and batch, whether or not it would draft at all."""
+
+    def speed(name: str) -> float:
+        ratio = plan.costs.ratio(name, context, batch)
+        return gain(plan.options[name], plan.acceptance) / ratio if ratio else 0.0
+
+    return plan.options[
+        max((name for name in plan.options if plan.options[name].method == "tree"), key=speed)
+    ]
+
+
+@torch.inference_mode()
+def _times(
+    target: Transformer,
+    tree: Glide,
+    context: int,
+    batch: int,
+    capacity: int,
+    setting: Setting,
+    replays: bool,
+) -> list[Mode]:
+    """Greedy, then sampled: vanilla and tree by turns, over one cache."""
+    kv = target.new_cache(batch, capacity)
+    generator = torch.Generator(target.device).manual_seed(0)
+    for layer in range(target.config.num_layers):
+        for buffer in kv.layer(layer):
+            buffer.normal_(generator=generator)
+    target.rope.reserve(capacity)
+    kv.lengths.fill_(context)
+    rows = [Row([1] * context, row, capacity) for row in range(batch)]
+    samplings = [Sampling()] + ([setting.sampling] if setting.sampling else [])
+    begins = [
+        _rounds(start(target, kv, rows, sampling), method, replays)
+        for sampling in samplings
+        for method in (Vanilla(), tree)
+    ]
+    taken: list[list[float]] = [[] for _ in begins]
+    for _ in range(setting.repeats):
+        for times, begin in zip(taken, begins, strict=True):
+            kv.lengths.fill_(context)
+            times.append(_time(begin(), setting.rounds))
+    return [_mode(*taken[first : first + 2]) for first in range(0, len(taken), 2)]
+
+
+def _rounds(state: DecodeState, method: Method, replays: bool) -> Callable[[], Iterator[object]]:
+    """What begins anew at the state and gives a round each time it is asked, as requests run them."""
+    if replays:
+        return partial(DeviceRounds(state, method).run, state)
+    return partial(host_rounds, state, method, accept_coupled)
+
+
+def _time(rounds: Iterator[object], count: int) -> float:
+    """Millitaken a round, the host's reading included."""
+    for _ in range(_WARM_UP):
+        next(rounds)
+    started = time.perf_counter()
+    for _ in range(count):
+        next(rounds)
+    return 1e3 * (time.perf_counter() - started) / count
+
+
+def _mode(steps: list[float], rounds: list[float]) -> Mode:
+    ratios = [one / step for one, step in zip(rounds, steps, strict=True)]
+    return Mode(Spread.of(steps), Spread.of(rounds), Spread.of(ratios))
 
 
 def read_bytes(config: ModelConfig, dtype: torch.dtype, context: int, batch: int) -> int:
@@ -137,30 +318,3 @@ def read_bytes(config: ModelConfig, dtype: torch.dtype, context: int, batch: int
     unread = 0 if config.tied_head else config.vocab_size * config.hidden_size
     kv = batch * context * config.kv_bytes_per_token(dtype.itemsize)
     return (config.num_parameters - unread) * dtype.itemsize + kv
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a large copy reads and writes."""
-    size = 2**30 if device.type == "cuda" else 2**26
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    goal = torch.empty_like(source)
-    best = 0.0
-    for _ in range(6):
-        started = now(device)
-        goal.copy_(source)
-        best = max(best, 2 * size / (now(device) - started))
-    return best
-
-
-def table(lines: Sequence[Latency]) -> str:
-    """For people, as markdown."""
-    rows = [
-        "| context | batch | nodes | vanilla ms | tokens/s | share of the floor | round ms | round / step |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    rows += [
-        f"| {one.context:,} | {one.batch} | {one.nodes} | {one.vanilla:.3f} | {one.tokens_per_second:,.0f} | "
-        f"{one.share:.2f} | {one.tree:.3f} | {one.ratio:.2f} |"
-        for one in lines
-    ]
-    return "\n".join(rows)

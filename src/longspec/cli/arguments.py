@@ -82,7 +82,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gamma", type=int, metavar="N", help="chain length of seq, magicdec, lookup (4)")
     group.add_argument(
         "--tree-shape",
-        type=_shape,
+        type=tree_shape,
         metavar="N,N,...",
         help="nodes per depth of the tree (4,16,16,16,16)",
     )
@@ -102,7 +102,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def tree_shape(text: str) -> tuple[int, ...]:
     """Nodes per depth, separated by commas."""
     try:
         return tuple(int(part) for part in text.split(",")) if text.strip() else ()

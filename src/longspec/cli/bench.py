@@ -7,6 +7,7 @@ longspec bench context --methods auto               speed as the context grows
 longspec bench longbench --model_name vicuna7b --method tree --task gov_report --data_path_prefix longbench/
 longspec bench aime --model_name qwq --method tree --id_min 60 --id_max 89
 longspec bench report RUN                           one HTML page of a run, or of several
+longspec bench latency --shape llama3-8b --context 4096 131072       cost of steps and rounds, random weights
 longspec bench train --shape llama3-8b --seq-length 32768      training speed and memory, random weights
 """
 
@@ -16,7 +17,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from longspec.cli import bench_generate, bench_report
+from longspec.cli import bench_generate, bench_random, bench_report
 from longspec.cli.arguments import add_model_arguments, load
 
 # Of each kind with a file of its own: its flags, what runs it, and what it is.
@@ -37,6 +38,14 @@ _KINDS = {
         *(bench_generate.add_aime, bench_generate.run_aime),
         "the published experiment on AIME 2024, with its flags",
     ),
+    "latency": (
+        *(bench_random.add_latency, bench_random.run_latency),
+        "what a step and a round cost, by context and batch, random weights",
+    ),
+    "train": (
+        *(bench_random.add_train, bench_random.run_train),
+        "speed and memory of training a draft, random weights",
+    ),
     "report": (*(bench_report.add_arguments, bench_report.run), "one HTML page of a run, or of several"),
 }
 
@@ -51,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vanilla.set_defaults(draft="none", calibrate=False)
     for name, (add, _, about) in _KINDS.items():
         add(kinds.add_parser(name, help=about))
-    _add_training(kinds.add_parser("train", help="speed and memory of training a draft, random weights"))
     vanilla.add_argument("--json", action="store_true", help="print JSON")
     vanilla.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
@@ -59,66 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(vanilla)
 
 
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", default="smollm2-135m", metavar="NAME", help="of the target (%(default)s)")
-    parser.add_argument("--seq-length", type=int, default=1024, metavar="N", help="(%(default)s)")
-    parser.add_argument("--micro-batch", type=int, default=1, metavar="N", help="sequences (%(default)s)")
-    parser.add_argument(
-        "--cross-layers", default="-1", metavar="L,L,...", help="that the draft reads (%(default)s)"
-    )
-    parser.add_argument("--feature", action="store_true", help="give the draft the target's hidden state")
-    parser.add_argument("--draft-vocab", type=int, default=0, metavar="N", help="0 is all (%(default)s)")
-    parser.add_argument("--soft", type=float, default=0.0, metavar="S", help="share of KL in the loss")
-    parser.add_argument("--compile", action="store_true", help="let torch.compile fuse the layers")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
-    )
-
-
-def _train(arguments: argparse.Namespace) -> int:
-    from longspec.bench.training import measure_training, report
-    from longspec.config import DraftConfig
-    from longspec.errors import UserError
-
-    for name in ("seq_length", "micro_batch", "steps"):
-        if getattr(arguments, name) < 1:
-            raise UserError(
-                f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1"
-            )
-    try:
-        layers = tuple(int(layer) for layer in arguments.cross_layers.split(","))
-    except ValueError:
-        raise UserError(
-            f"--cross-layers is {arguments.cross_layers!r}; give numbers such as 9,19,-1"
-        ) from None
-    draft = DraftConfig(
-        cross_layers=layers,
-        use_feature=arguments.feature,
-        draft_vocab=arguments.draft_vocab,
-        qkv_bias=not arguments.feature,
-        final_norm=arguments.feature,
-    )
-    found = measure_training(
-        arguments.shape,
-        arguments.seq_length,
-        arguments.micro_batch,
-        draft,
-        arguments.soft,
-        arguments.compile,
-        arguments.steps,
-    )
-    print(json.dumps(asdict(found)) if arguments.json else report(found))
-    return 0
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from longspec.errors import UserError
 
-    if arguments.kind == "train":
-        return _train(arguments)
     if arguments.kind in _KINDS:
         return _KINDS[arguments.kind][1](arguments)
     for name, minimum in {"context": 1, "repeats": 1, "new_tokens": 2}.items():

@@ -21,6 +21,7 @@ from longspec.attention.base import AttentionPlan
 from longspec.attention.torch_backend import TorchAttention
 from longspec.cache import KVCache
 from longspec.decoding.choose import uniform
+from longspec.decoding.graph import capture
 from longspec.models.target import Transformer
 
 # Prompts are prefilled for so many jobs at a time, in parts of so many tokens, padding included.
@@ -188,16 +189,7 @@ class Writer:
         """Record one step. The steps that warm up and record run with every row at rest."""
         active = self._active.clone()
         self._active.zero_()
-        aside = torch.cuda.Stream(self._tokens.device)
-        aside.wait_stream(torch.cuda.current_stream(self._tokens.device))
-        with torch.cuda.stream(aside):
-            for _ in range(2):
-                self._step()
-        torch.cuda.current_stream(self._tokens.device).wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
-        self._graph = graph
+        self._graph = capture(self._step, self._tokens.device)
         self._active.copy_(active)
 
     def _step(self) -> None:

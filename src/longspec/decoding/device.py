@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from longspec.decoding.accept import Accepted
 from longspec.decoding.choose import choose
+from longspec.decoding.graph import capture
 from longspec.decoding.loop import Acceptance, DecodeState, Method, advance
 from longspec.decoding.tree import TokenTree, ancestors
 
@@ -206,17 +208,9 @@ class DeviceRounds:
         """Record one round. Rounds that warm up and record run with every row at rest, and change nothing."""
         running = self._board.running.clone()
         self._board.running.zero_()
-        device = self._state.target.device
-        aside = torch.cuda.Stream(device)
-        aside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(aside):
-            for _ in range(2):
-                device_round(self._state, self._method, self._board)
-        torch.cuda.current_stream(device).wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            device_round(self._state, self._method, self._board)
-        self._graph = graph
+        self._graph = capture(
+            partial(device_round, self._state, self._method, self._board), self._state.target.device
+        )
         self._board.running.copy_(running)
 
 

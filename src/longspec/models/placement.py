@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from longspec.config import ModelConfig
+from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError
+from longspec.models.draft import GlideDraft
 
 # Interpreter, libraries, activations of a prefill chunk and the logits.
 OVERHEAD = 700 * 2**20
@@ -70,6 +71,14 @@ def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
         # A packed head cannot be the embedding too.
         weights += config.vocab_size * config.hidden_size * dtype.itemsize
     return MemoryPlan(weights, config.kv_bytes_per_token(dtype.itemsize), free_memory(device))
+
+
+def draft_weights(config: ModelConfig, draft: DraftConfig, dtype: torch.dtype) -> int:
+    """Bytes of a draft's weights, and of the rows of the target's head that it keeps a copy of."""
+    with torch.device("meta"):
+        layer = GlideDraft(config, draft)
+    weights = sum(weight.numel() for weight in layer.parameters())
+    return (weights + draft.draft_vocab * config.hidden_size) * dtype.itemsize
 
 
 def check_fits(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> MemoryPlan:

@@ -10,9 +10,10 @@ from typing import Any, TypedDict
 
 import torch
 
-from longspec.decoding.auto import Drafting, Guarded, Plan
+from longspec.decoding.auto import Drafting, Plan, num_nodes
 from longspec.decoding.choose import Sampling
 from longspec.decoding.device import needs_no_host
+from longspec.decoding.guard import Guarded, Prices
 from longspec.decoding.loop import Acceptance, DecodeState, Method, decode, start
 from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.reuse import PrefixStore
@@ -82,13 +83,13 @@ class Engine:
         with torch.inference_mode():
             return target.device.type == "cuda" and even and target.attention.fuses(target.embedding)
 
-    def settle(self, options: MethodOptions, context: int, num_rows: int) -> tuple[MethodOptions, float]:
-        """What `auto` means for this context and batch, and the tokens a round must emit to be worth it."""
+    def settle(self, options: MethodOptions, context: int, num_rows: int) -> tuple[MethodOptions, Prices]:
+        """What `auto` means for this context and batch, and what its rounds cost."""
         if self.plan is None:
-            method = "lookup" if self.draft is None else "tree"
-            return replace(options, method=method), UNMEASURED_COST
-        planned, cost = self.plan().pick(context, num_rows)
-        return replace(planned, acceptance=options.acceptance, max_nodes=options.max_nodes), cost
+            settled = replace(options, method="lookup" if self.draft is None else "tree")
+            return settled, Prices(((num_nodes(settled), UNMEASURED_COST),))
+        planned, prices = self.plan().pick(context, num_rows)
+        return replace(planned, acceptance=options.acceptance, max_nodes=options.max_nodes), prices
 
 
 class Request:
@@ -117,15 +118,15 @@ class Request:
 
     def _choose_method(self, options: MethodOptions) -> tuple[Method, Acceptance]:
         automatic = options.method == "auto"
-        cost = 1.0
+        prices = Prices(())
         if automatic:
             context = max(len(row.prompt) + row.max_new_tokens // 2 for row in self.rows)
-            options, cost = self._engine.settle(options, context, len(self.rows))
+            options, prices = self._engine.settle(options, context, len(self.rows))
         method, acceptance = make_method(options, self._sampling, self._engine.draft)
         # A guard looks at every round, and replayed ones wait for nobody.
         waits = not self._engine.replays or method.device_key is None
         if automatic and options.method != "vanilla" and waits:
-            method = Guarded(method, cost)
+            method = Guarded(method, prices)
         return method, acceptance
 
     def turns(self) -> Iterator[None]:

@@ -260,6 +260,9 @@ class RandomTrees:
     def begin(self, state: DecodeState) -> None:
         pass
 
+    def follow(self, state: DecodeState) -> None:
+        pass
+
     def propose(self, state: DecodeState) -> TokenTree:
         B, g = len(state.rows), self._generator
         N = int(torch.randint(1, self.num_nodes + 1, (), generator=g))

@@ -28,6 +28,10 @@ class _Watched:
         """See `Method.begin`."""
         self._method.begin(state)
 
+    def follow(self, state: DecodeState) -> None:
+        """See `Method.follow`."""
+        self._method.follow(state)
+
     def propose(self, state: DecodeState) -> TokenTree:
         """See `Method.propose`."""
         started, self.proposing = self._now(), True

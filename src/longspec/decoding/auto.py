@@ -12,9 +12,9 @@ import torch
 
 from longspec.decoding.accept import accept_coupled
 from longspec.decoding.choose import Sampling
+from longspec.decoding.guard import Prices
 from longspec.decoding.loop import DecodeState, Method, run_round, start
 from longspec.decoding.methods.make import DEFAULT_TREE, MethodOptions, make_method
-from longspec.decoding.methods.vanilla import Vanilla
 from longspec.decoding.row import Row
 from longspec.decoding.tree import TokenTree
 from longspec.models.draft import DraftHead, GlideDraft
@@ -28,8 +28,9 @@ CHAINS = (1, 2, 3, 4, 6, 8)
 LOOKUPS = (2, 4, 7)
 # Of a draft that nobody has measured: each token is as likely as this to be accepted.
 ASSUMED = 0.6
-# Verifying a looked-up chain may cost this much more than a step: what is copied is often right at length.
-LOOKUP_COST = 1.35
+# What verifying a looked-up chain may cost, in steps: what is copied is often right at length, and where it
+# is not, the guard sees to it.
+LOOKUP_COST = 1.6
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,14 @@ def gain(options: MethodOptions, acceptance: dict[str, Any]) -> float:
     return 1 + sum(table[:depth])
 
 
+def num_nodes(options: MethodOptions) -> int:
+    """Most nodes of a round, the root counted."""
+    if options.method != "tree":
+        return options.gamma + 1
+    whole = sum(options.tree_shape) + 1
+    return min(options.max_nodes or whole, whole)
+
+
 @dataclass(frozen=True)
 class Plan:
     """Which method for which context and batch. Made once, from measurements; the same ever after."""
@@ -87,69 +96,31 @@ class Plan:
     acceptance: dict[str, Any]
     options: dict[str, MethodOptions]
 
-    def pick(self, context: int, batch: int) -> tuple[MethodOptions, float]:
-        """The method, and how many tokens a round of it must emit to be worth its cost."""
-        best, speed = (MethodOptions("vanilla"), 1.0), 1.0
+    def pick(self, context: int, batch: int) -> tuple[MethodOptions, Prices]:
+        """The method, and what its rounds cost."""
+        best, speed = MethodOptions("vanilla"), 1.0
         for name, options in self.options.items():
             ratio = self.costs.ratio(name, context, batch)
             if ratio is None or options.method == "lookup":
                 continue
             if gain(options, self.acceptance) / ratio > speed:
-                best, speed = (options, ratio), gain(options, self.acceptance) / ratio
-        if best[0].method != "vanilla":
-            return best
+                best, speed = options, gain(options, self.acceptance) / ratio
+        if best.method == "vanilla":
+            for name, options in self.options.items():
+                ratio = self.costs.ratio(name, context, batch)
+                if ratio is not None and options.method == "lookup" and ratio <= LOOKUP_COST:
+                    best = options  # the longest that is cheap enough: they come in order
+        return best, self._prices(best, context, batch)
+
+    def _prices(self, picked: MethodOptions, context: int, batch: int) -> Prices:
+        """By nodes: of a chain at every length that was measured, of a tree at its own size."""
+        points = []
         for name, options in self.options.items():
             ratio = self.costs.ratio(name, context, batch)
-            if ratio is not None and options.method == "lookup" and ratio <= LOOKUP_COST:
-                best = (options, ratio)  # the longest that is cheap enough: they come in order
-        return best
-
-
-class Guarded:
-    """A method that pauses while it loses: when its rounds emit less than they cost, vanilla takes over.
-
-    After a pause it gets another, short chance. What is said is the same either way.
-    """
-
-    CHANCE, PAUSE = 6, 32
-
-    def __init__(self, method: Method, break_even: float) -> None:
-        self.name, self.tree_shape, self.num_nodes = method.name, method.tree_shape, method.num_nodes
-        self._method, self._break_even = method, break_even
-        self._vanilla = Vanilla()
-        # Whether it goes on is for the host to say, between rounds.
-        self.device_key: tuple[Hashable, ...] | None = None
-        self._rounds, self._emitted = 0, 0.0
-        self._proposed = False
-        self._paused = 0
-
-    def begin(self, state: DecodeState) -> None:
-        """See `Method.begin`."""
-        self._method.begin(state)
-
-    def propose(self, state: DecodeState) -> TokenTree:
-        """See `Method.propose`."""
-        if self._proposed:
-            self._note(state)
-        if self._paused:
-            self._paused -= 1
-            if self._paused:
-                self._proposed = False
-                return self._vanilla.propose(state)
-            self._rounds, self._emitted = 0, 0.0
-            self._method.begin(state)
-        tree = self._method.propose(state)
-        self._proposed = tree.num_nodes > 1
-        return tree
-
-    def _note(self, state: DecodeState) -> None:
-        """Judge by the rounds that had something proposed, the latest counting most."""
-        self._rounds += 1
-        fresh = float(state.num_emitted.double().mean())
-        weight = 1 / min(self._rounds, 2 * self.CHANCE)
-        self._emitted += weight * (fresh - self._emitted)
-        if self._rounds >= self.CHANCE and self._emitted < self._break_even:
-            self._paused = self.PAUSE
+            alike = options.method == picked.method and (options == picked or options.method != "tree")
+            if alike and ratio is not None:
+                points.append((num_nodes(options), ratio))
+        return Prices(tuple(sorted(points)))
 
 
 class _Chain:
@@ -163,6 +134,9 @@ class _Chain:
         self.num_nodes = gamma + 1
 
     def begin(self, state: DecodeState) -> None:
+        """Nothing to do."""
+
+    def follow(self, state: DecodeState) -> None:
         """Nothing to do."""
 
     def propose(self, state: DecodeState) -> TokenTree:

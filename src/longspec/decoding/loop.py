@@ -62,6 +62,10 @@ class Method(Protocol):
         """Prepare, once the prompts are in the cache and the first roots are chosen."""
         ...
 
+    def follow(self, state: DecodeState) -> None:
+        """Instead of `propose`, in a round that proposes nothing: take in what the last one emitted."""
+        ...
+
     def propose(self, state: DecodeState) -> TokenTree:
         """A tree for every row, whose root is the row's."""
         ...

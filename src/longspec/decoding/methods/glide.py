@@ -77,6 +77,10 @@ class Glide:
         counts = torch.tensor([len(tail) for tail in tails], device=target.device)
         self._append(state, tokens, counts, state.cache.lengths)
 
+    def follow(self, state: DecodeState) -> None:
+        """Bring what the last round emitted into the ring."""
+        self._append(state, state.emitted, state.num_emitted, state.cache.lengths + 1)
+
     def propose(self, state: DecodeState) -> TokenTree:
         """See `Method.propose`."""
         assert self.ring is not None, "begin comes first"
@@ -84,7 +88,7 @@ class Glide:
             from longspec.decoding.methods.fused_glide import propose_tree
 
             return propose_tree(state, self._draft, self._head, self.ring, self._shape, self._max_nodes)
-        self._append(state, state.emitted, state.num_emitted, state.cache.lengths + 1)
+        self.follow(state)
         B = len(state.rows)
         zero = torch.zeros(B, 1, dtype=torch.int64, device=state.roots.device)
         levels = [_Level(state.roots[:, None], zero, zero.float())]
@@ -108,7 +112,7 @@ class Glide:
 
     def _append(self, state: DecodeState, tokens: Tensor, counts: Tensor, end: Tensor) -> None:
         """Bring committed tokens [B, T], the first `counts` [B] that end before `end` [B], into the ring."""
-        assert self.ring is not None
+        assert self.ring is not None, "begin comes first"
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
         positions = ((end - counts)[:, None] + offsets).clamp(min=0)
         entries = self.ring.claim(positions, offsets < counts[:, None])

@@ -28,6 +28,9 @@ class Lookup:
         """Index the prompts."""
         self._indices = [NgramIndex(self._sizes) for _ in state.rows]
 
+    def follow(self, state: DecodeState) -> None:
+        """Nothing to do: what the rows said meanwhile is read at the next proposal."""
+
     def propose(self, state: DecodeState) -> TokenTree:
         """See `Method.propose`; rows without a match are filled up with their root."""
         found = [

@@ -34,6 +34,9 @@ class MagicDec:
     def begin(self, state: DecodeState) -> None:
         """Nothing to prepare: the cache is the target's."""
 
+    def follow(self, state: DecodeState) -> None:
+        """Nothing to take in either."""
+
     def propose(self, state: DecodeState) -> TokenTree:
         """See `Method.propose`."""
         cache = KVCache(state.cache.keys, state.cache.values, state.cache.lengths.clone())

@@ -19,6 +19,9 @@ class Vanilla:
     def begin(self, state: DecodeState) -> None:
         """See `Method.begin`."""
 
+    def follow(self, state: DecodeState) -> None:
+        """See `Method.follow`."""
+
     def propose(self, state: DecodeState) -> TokenTree:
         """See `Method.propose`."""
         return TokenTree.chain(state.roots[:, None])

@@ -1,0 +1,89 @@
+"""Never slower than vanilla: what speculation costs is paid out of what it has won."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from longspec.decoding.loop import DecodeState, Method
+from longspec.decoding.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a round costs, in vanilla steps, by the nodes of its tree."""
+
+    points: tuple[tuple[int, float], ...]
+    """(nodes, cost) as far as it was measured, fewest nodes first; a lone root costs 1."""
+
+    def __call__(self, num_nodes: int) -> float:
+        """The cost of a round with so many nodes: on the line between the measured ones about it."""
+        left, low = 1, 1.0
+        for right, high in self.points:
+            if num_nodes <= right:
+                return low + (high - low) * (num_nodes - left) / max(right - left, 1)
+            left, low = right, high
+        return low
+
+
+class Account:
+    """Speculation's balance, in vanilla steps: each round brings what it emits and is charged what it cost.
+
+    While there is something in it, rounds speculate; when it is empty they rest. It opens with `START` and
+    gets `SHARE` of every token on top, so that what is paused has a chance again and again. So a whole
+    answer loses at most START steps, SHARE of its length, and the round that overdrew. Of what is won only
+    `MOST` is kept: text that turned bad must not eat up all that good text had won.
+    """
+
+    START, SHARE, MOST = 2.0, 0.03, 8.0
+
+    def __init__(self) -> None:
+        self.balance = self.START
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the next round may propose something."""
+        return self.balance > 0
+
+    def book(self, emitted: float, cost: float) -> None:
+        """A round emitted so much, a row's share of it, at this cost."""
+        self.balance = min(self.balance + (1 + self.SHARE) * emitted - cost, self.MOST)
+
+
+class Guarded:
+    """A method that rests while it loses; the target goes on alone then, and says the same."""
+
+    def __init__(self, method: Method, prices: Prices) -> None:
+        self.name, self.tree_shape, self.num_nodes = method.name, method.tree_shape, method.num_nodes
+        # Whether it goes on is for the host to say, between rounds.
+        self.device_key: tuple[Hashable, ...] | None = None
+        self.method, self.prices, self.account = method, prices, Account()
+        self._last_nodes = 0
+
+    def begin(self, state: DecodeState) -> None:
+        """See `Method.begin`."""
+        self._last_nodes = 0
+        self.method.begin(state)
+
+    def follow(self, state: DecodeState) -> None:
+        """See `Method.follow`."""
+        self.method.follow(state)
+
+    def propose(self, state: DecodeState) -> TokenTree:
+        """See `Method.propose`."""
+        self._book(state)
+        if self.account.speculates:
+            tree = self.method.propose(state)
+        else:
+            self.method.follow(state)
+            tree = TokenTree.chain(state.roots[:, None])
+        self._last_nodes = tree.num_nodes
+        return tree
+
+    def _book(self, state: DecodeState) -> None:
+        """Enter the last round, if there was one: what the rows that still run emitted in it."""
+        if not self._last_nodes:
+            return
+        counts = zip(state.num_emitted.tolist(), state.rows, strict=True)
+        running = [count for count, row in counts if not row.finished]
+        self.account.book(sum(running) / max(len(running), 1), self.prices(self._last_nodes))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from longspec.data.writer import draw
 from longspec.decoding.choose import Sampling, choose, gumbel
 from longspec.kernels.choose import choose_tokens
+from longspec.kernels.draw import draw_tokens
 from longspec.kernels.noise import gumbel_noise
 from longspec.kernels.topk import best_children
 
@@ -85,3 +87,14 @@ def test_a_draft_that_computes_nan_still_gives_a_level() -> None:
     assert (best == -torch.inf).all()
     assert ((tokens >= 0) & (tokens < 300)).all()
     assert ((parents >= 0) & (parents < 2)).all()
+
+
+@pytest.mark.parametrize(("B", "V"), [(40, 49152), (120, 97)])
+def test_draws_are_those_of_the_writer(B: int, V: int) -> None:
+    generator = torch.Generator().manual_seed(V)
+    logits = (3 * torch.randn(B, V, generator=generator)).to(DEVICE)
+    logits[:, V // 2 :] = -torch.inf  # parts without any weight
+    temperatures = torch.tensor([0, 0.7, 1, 1e-3], device=DEVICE).repeat(B)[:B]
+    seeds, positions = (torch.randint(2**62, (B,), generator=generator).to(DEVICE) for _ in range(2))
+    tokens = draw_tokens(logits, temperatures, seeds, positions)
+    assert torch.equal(tokens, draw(logits, temperatures, seeds, positions))

@@ -9,6 +9,7 @@ import torch
 
 from longspec.attention import choose_backend
 from longspec.config import DraftConfig
+from longspec.data.writer import Job, Writer
 from longspec.decoding.accept import accept_coupled
 from longspec.decoding.choose import Sampling
 from longspec.decoding.device import RoundStore
@@ -78,3 +79,13 @@ def test_a_draft_proposes_the_same(sampling: Sampling, ours: bool) -> None:
         fused = answers(target, draft, sampling, store)
         assert [row.tokens for row in fused] == [row.tokens for row in plain]
         assert [row.depths for row in fused] == [row.depths for row in plain]
+
+
+def test_the_writer() -> None:
+    target = tiny_target(3, vocab_size=40).to(DEVICE)
+    jobs = [Job(i, [1, 2, i], 4 + i, i / 4, i) for i in range(5)]
+    plain, fused = (
+        {done.job.key: done.tokens for done in Writer(target, 3, 16, [7], fused=flag).write(jobs)}
+        for flag in (False, True)
+    )
+    assert plain == fused

@@ -72,9 +72,18 @@ class _Prefilled:
 class Writer:
     """A target and a batch of rows of `capacity` tokens each."""
 
-    def __init__(self, target: Transformer, batch: int, capacity: int, ends: Iterable[int]) -> None:
+    def __init__(
+        self,
+        target: Transformer,
+        batch: int,
+        capacity: int,
+        ends: Iterable[int],
+        fused: bool = False,
+    ) -> None:
+        """`fused` asks for our own kernels."""
         self._target, self._batch, self.capacity = target, batch, -(-capacity // _ALIGN) * _ALIGN
-        target.attention = BatchAttention()
+        self._fused = fused
+        target.attention = BatchAttention(fused)
         device = target.device
         self._cache = _token_major_cache(target, batch, self.capacity)
         self._tokens = torch.zeros(batch, self.capacity, dtype=torch.int64, device=device)
@@ -197,13 +206,20 @@ class Writer:
         lengths = self._cache.lengths
         newest = self._tokens.gather(1, lengths[:, None])
         hidden = self._target(newest, self._cache)[:, 0]
-        chosen = draw(self._target.logits(hidden), self._temperatures, self._seeds, lengths + 1)
+        chosen = self._draw(self._target.logits(hidden), lengths + 1)
         place = (lengths + 1).clamp_(max=self.capacity - 1)[:, None]
         kept = torch.where(self._active[:, None], chosen[:, None], self._tokens.gather(1, place))
         self._tokens.scatter_(1, place, kept)
         self._cache.advance(self._active)
         ended = (chosen[:, None] == self._ends).any(-1)
         self._active &= ~ended & (lengths + 1 < self._limits)
+
+    def _draw(self, logits: Tensor, positions: Tensor) -> Tensor:
+        if self._fused:
+            from longspec.kernels.draw import draw_tokens
+
+            return draw_tokens(logits, self._temperatures, self._seeds, positions)
+        return draw(logits, self._temperatures, self._seeds, positions)
 
     def _collect(self, running: dict[int, Job]) -> dict[int, Written]:
         """The rows that are done."""
@@ -270,6 +286,14 @@ class BatchAttention(TorchAttention):
     Nothing is merged here, so the lse that `attend` returns is empty.
     """
 
+    def __init__(self, fused: bool = False) -> None:
+        super().__init__()
+        self._fused = fused
+
+    def fuses(self, x: Tensor) -> bool:
+        """See `Attention.fuses`."""
+        return self._fused
+
     def plan(
         self,
         lengths: Tensor,
@@ -293,6 +317,10 @@ class BatchAttention(TorchAttention):
             k, v = k[:, :, : plan.num_new], v[:, :, : plan.num_new]
             out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=True)
             return out.transpose(1, 2), none
+        if self._fused:
+            from longspec.kernels.attention import attend
+
+            return attend(q, k, v, plan.lengths)
         B, _, H, D = q.shape
         folded = q.view(B, k.shape[1], -1, D)
         if q.is_cuda and q.dtype != torch.float32 and D % 8 == 0 and D <= 256:

@@ -22,13 +22,18 @@ def _mix(x):
 
 
 @triton.jit
-def gumbel(seed, position, token) -> tl.tensor:
-    """Gumbel noise in fp64 for token ids at (seed, position), all int64 blocks that broadcast."""
+def uniform(seed, position, token) -> tl.tensor:
+    """Numbers in (0, 1), fp64, for token ids at (seed, position), all int64 blocks that broadcast."""
     key = _mix(_mix(seed.to(tl.uint64) + _GOLDEN) ^ (position.to(tl.uint64) * _GOLDEN))
     bits = _mix(key + token.to(tl.uint64) * _GOLDEN)
+    return ((bits >> 12).to(tl.int64).to(tl.float64) + 0.5) * 2.220446049250313e-16
+
+
+@triton.jit
+def gumbel(seed, position, token) -> tl.tensor:
+    """Gumbel noise in fp64 for token ids at (seed, position), all int64 blocks that broadcast."""
     # 52 bits and a half: one less that is exact in fp64, so a plain log is as good as log1p.
-    uniform = ((bits >> 12).to(tl.int64).to(tl.float64) + 0.5) * 2.220446049250313e-16
-    return -tl.log(-tl.log(1.0 - uniform))
+    return -tl.log(-tl.log(1.0 - uniform(seed, position, token)))
 
 
 @triton.jit

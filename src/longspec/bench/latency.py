@@ -85,7 +85,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Mode:
-    """Millitaken over the repeats, and their ratio within each repeat."""
+    """Milliseconds over the repeats, and their ratio within each repeat."""
 
     step: Spread
     """A vanilla step."""
@@ -106,7 +106,7 @@ class Latency:
     greedy: Mode
     sampled: Mode | None
     floor: float
-    """Millitaken to read the weights and the KV once, at the bandwidth of a large copy."""
+    """Milliseconds to read the weights and the KV once, at the bandwidth of a large copy."""
     weights_bytes: int
     """Of the target."""
     kv_bytes: int
@@ -299,7 +299,7 @@ def _rounds(state: DecodeState, method: Method, replays: bool) -> Callable[[], I
 
 
 def _time(rounds: Iterator[object], count: int) -> float:
-    """Millitaken a round, the host's reading included."""
+    """Milliseconds a round, the host's reading included."""
     for _ in range(_WARM_UP):
         next(rounds)
     started = time.perf_counter()

@@ -56,8 +56,8 @@ def _settle_kernel(
         (said[:, None] == end[None, :]) & (step < total)[:, None] & (tl.arange(0, ENDS) < num_ends)[None, :]
     )
     length = tl.load(lengths + row) + tl.where(runs, count + 1, 0)
-    over = (tl.sum(tl.sum(hits.to(tl.int32), 1), 0) > 0) | (length + 1 >= tl.load(limits + row))
-    tl.store(running + row, (runs & (over == 0)).to(tl.int8))
+    ended = (tl.sum(tl.sum(hits.to(tl.int32), 1), 0) > 0) | (length + 1 >= tl.load(limits + row))
+    tl.store(running + row, tl.where(ended, 0, runs.to(tl.int8)).to(tl.int8))
     if runs:
         for first in tl.range(0, hidden_size, BLOCK):
             i = first + tl.arange(0, BLOCK)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from longspec.kernels.launch import await_turn, overlap
 from longspec.kernels.tiling import Tiling, choose_slice, choose_splits, choose_tiling
 
 # Rows of a program that merges: the least that `tl.dot` takes.
@@ -72,9 +73,10 @@ def _prefix_kernel(
     q, k, v, lengths, part_out, part_lse, q_b, q_t, q_h,
     num_rows, num_splits, sinks, window, heads, layer_heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    SINKS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """k and v are descriptors, so that whole tiles are copied by the hardware; what is outside reads as 0."""
+    await_turn(OVERLAP)
     # Tiles of the same keys are neighbours, so that they find them in the L2 cache.
     tile, split, problem = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = problem // heads, problem % heads
@@ -159,9 +161,10 @@ def _merge_kernel(
     num_rows, num_nodes, num_splits, window, heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     SLICE: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, NODES: tl.constexpr, TREE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """SLICE numbers of each head's result: the scores are had again for each slice, being few."""
+    await_turn(OVERLAP)
     tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, head = problem // heads, problem % heads
     row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
@@ -222,8 +225,9 @@ def _masked_kernel(
     q_b, q_t, q_h, k_b, k_h, k_s, v_b, v_h, v_s, sees_b, sees_t,
     num_rows, num_keys, heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    await_turn(OVERLAP)
     tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, head = problem // heads, problem % heads
     row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
@@ -289,6 +293,7 @@ def attend(
         part_out, part_lse, *q.stride()[:3], num_rows, num_splits, sinks, last, K, k.shape[2], H // K,
         _scale(D), **shape, BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys,
         SINKS=sinks > 0 and window is not None, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        **overlap(q.device),
     )  # fmt: skip
     mask, mask_strides = q, (0, 0)
     if tree is not None:
@@ -302,6 +307,7 @@ def attend(
         num_rows, T, num_splits, last, K, H // K, _scale(D), **shape,
         BLOCK_R=_MERGE_ROWS, BLOCK_N=_node_block(T, D, q.dtype), SLICE=piece, PARTS=parts,
         UNIT=tiling.num_keys, NODES=nodes, TREE=tree is not None, num_warps=4, num_stages=1,
+        **overlap(q.device),
     )  # fmt: skip
     return out, lse
 
@@ -318,7 +324,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tenso
         q, k, v, sees, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T * num_keys, num_keys,
         num_rows, num_keys, K, H // K, _scale(D),
         D=D, BLOCK_D=_padded(D), BLOCK_R=_MERGE_ROWS, BLOCK_S=block,
-        PRECISION=_precision(q.dtype), num_warps=4, num_stages=2,
+        PRECISION=_precision(q.dtype), num_warps=4, num_stages=2, **overlap(q.device),
     )  # fmt: skip
     return out, lse
 

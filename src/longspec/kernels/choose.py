@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.launch import await_turn, overlap
 from longspec.kernels.noise import gumbel
 
 _BLOCK = 1024
@@ -47,8 +48,10 @@ def _row_peak(peaks, row, num_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _peak_kernel(
-    logits, seen, peaks, logits_r, seen_r, size, penalty, BLOCK: tl.constexpr, PENALTY: tl.constexpr
+    logits, seen, peaks, logits_r, seen_r, size, penalty, BLOCK: tl.constexpr, PENALTY: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    await_turn(OVERLAP)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = part * BLOCK + tl.arange(0, BLOCK)
     score = _penalised(logits + row * logits_r, seen + row * seen_r, i, size, penalty, PENALTY)
@@ -75,9 +78,10 @@ def _narrow_kernel(
     logits, seen, peaks, leasts, sums, known, goals, logits_r, seen_r, size,
     temperature, penalty, wanted, turn, num_parts, num_peaks,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, PEAKS: tl.constexpr,
-    PENALTY: tl.constexpr, MASS: tl.constexpr,
+    PENALTY: tl.constexpr, MASS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sum a part's tokens, or their probability (MASS), above the sixteen next thresholds."""
+    await_turn(OVERLAP)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     bits = tl.zeros([], tl.int32)
     if turn > 0:
@@ -106,9 +110,11 @@ def _narrow_kernel(
 
 @triton.jit(do_not_specialize=["turn", "num_parts"])
 def _least_kernel(
-    leasts, sums, known, goals, wanted, turn, num_parts, PARTS: tl.constexpr, MASS: tl.constexpr
+    leasts, sums, known, goals, wanted, turn, num_parts, PARTS: tl.constexpr, MASS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Turn the bits that are known at last into the least score that is kept."""
+    await_turn(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
     bits, _ = _settled(sums, known, goals, row, turn, wanted, num_parts, PARTS, MASS)
     least = -(0x7FFFFFFF - bits).to(tl.float32, bitcast=True)
@@ -120,7 +126,9 @@ def _pick_kernel(
     logits, seen, seeds, positions, peaks, leasts, best, token, logits_r, seen_r, size,
     temperature, penalty, log_min_p,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PENALTY: tl.constexpr, GREEDY: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    await_turn(OVERLAP)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = part * BLOCK + tl.arange(0, BLOCK)
     logits += row * logits_r
@@ -140,7 +148,8 @@ def _pick_kernel(
 
 
 @triton.jit(do_not_specialize=["num_parts"])
-def _best_kernel(best, token, out, num_parts, BLOCK: tl.constexpr):
+def _best_kernel(best, token, out, num_parts, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    await_turn(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = part < num_parts
     value = tl.load(best + row * num_parts + part, mask=inside, other=-float("inf"))
@@ -173,8 +182,11 @@ def _narrow(
             logits, marks, peaks, leasts, sums, known, goals, logits.stride(0), marks.stride(0), V,
             *settings, turn, num_parts, num_peaks, BLOCK=_BLOCK, BLOCKS=num_blocks,
             PEAKS=triton.next_power_of_2(num_peaks), PENALTY=settings[1] != 1, **parts,
+            **overlap(logits.device),
         )  # fmt: skip
-    _least_kernel[(1, R)](leasts, sums, known, goals, settings[2], _TURNS, num_parts, **parts)
+    _least_kernel[(1, R)](
+        leasts, sums, known, goals, settings[2], _TURNS, num_parts, **parts, **overlap(logits.device)
+    )  # fmt: skip
 
 
 def choose_tokens(
@@ -207,7 +219,9 @@ def choose_tokens(
     greedy = temperature == 0
     temperature = max(temperature, torch.finfo(torch.float32).tiny)
     if not greedy:
-        _peak_kernel[grid](logits, marks, peaks, *rows, repetition_penalty, **blocks)
+        _peak_kernel[grid](
+            logits, marks, peaks, *rows, repetition_penalty, **blocks, **overlap(logits.device)
+        )  # fmt: skip
     for limit, mass in ((float(top_k), False), (top_p, True)):
         if not greedy and 0 < limit < (1 if mass else V):
             settings = (temperature, repetition_penalty, limit)
@@ -217,7 +231,8 @@ def choose_tokens(
     _pick_kernel[grid](
         logits, marks, seeds, positions, peaks, leasts, best, token, *rows, temperature,
         repetition_penalty, math.log(min_p) if min_p else -math.inf, **blocks, **parts, GREEDY=greedy,
+        **overlap(logits.device),
     )  # fmt: skip
     out = torch.empty(R, dtype=torch.int64, device=logits.device)
-    _best_kernel[(R,)](best, token, out, num_parts, BLOCK=parts["PARTS"])
+    _best_kernel[(R,)](best, token, out, num_parts, BLOCK=parts["PARTS"], **overlap(logits.device))
     return out

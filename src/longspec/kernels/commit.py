@@ -6,13 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.launch import await_turn, overlap
+
 
 @triton.jit(do_not_specialize=["num_rows", "num_heads", "num_steps"])
 def _commit_kernel(
     keys, values, lengths, path, num_kept,
     k_l, k_b, k_h, k_s, v_l, v_b, v_h, v_s, num_rows, num_heads, num_steps,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, STEPS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, STEPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    await_turn(OVERLAP)
     problem = tl.program_id(0).to(tl.int64)
     head, b, layer = problem % num_heads, problem // num_heads % num_rows, problem // num_heads // num_rows
     step, d = tl.arange(0, STEPS), tl.arange(0, BLOCK_D)
@@ -42,4 +45,5 @@ def commit_path(keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, num
     _commit_kernel[(L * B * K,)](
         keys, values, lengths, path.contiguous(), num_kept, *keys.stride()[:4], *values.stride()[:4], B, K, P,
         D=D, BLOCK_D=triton.next_power_of_2(D), STEPS=triton.next_power_of_2(P), num_warps=4,
+        **overlap(keys.device),
     )  # fmt: skip

@@ -7,14 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.launch import await_turn, overlap
 from longspec.kernels.noise import uniform
 
 _BLOCK = 4096
 
 
 @triton.jit
-def _part_kernel(logits, temperatures, highs, sums, places, size, BLOCK: tl.constexpr):
+def _part_kernel(logits, temperatures, highs, sums, places, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """A part's best score, where it stands, and the part's weight relative to it."""
+    await_turn(OVERLAP)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = part * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(logits + row * size + i, mask=i < size, other=-float("inf"))
@@ -30,8 +32,9 @@ def _part_kernel(logits, temperatures, highs, sums, places, size, BLOCK: tl.cons
 @triton.jit(do_not_specialize=["num_parts"])
 def _pick_kernel(
     logits, temperatures, seeds, positions, highs, sums, places, out, size, num_parts,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    await_turn(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     real = part < num_parts
     high = tl.load(highs + row * num_parts + part, mask=real, other=-float("inf"))
@@ -72,9 +75,11 @@ def draw_tokens(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: 
     highs, sums = torch.empty(2, B, num_parts, dtype=torch.float32, device=logits.device).unbind(0)
     places = torch.empty(B, num_parts, dtype=torch.int32, device=logits.device)
     out = torch.empty(B, dtype=torch.int64, device=logits.device)
-    _part_kernel[(num_parts, B)](logits, temperatures, highs, sums, places, V, BLOCK=block, num_warps=8)
+    _part_kernel[(num_parts, B)](
+        logits, temperatures, highs, sums, places, V, BLOCK=block, num_warps=8, **overlap(logits.device)
+    )  # fmt: skip
     _pick_kernel[(B,)](
         logits, temperatures, seeds, positions, highs, sums, places, out, V, num_parts,
-        BLOCK=block, PARTS=triton.next_power_of_2(num_parts), num_warps=8,
+        BLOCK=block, PARTS=triton.next_power_of_2(num_parts), num_warps=8, **overlap(logits.device),
     )  # fmt: skip
     return out

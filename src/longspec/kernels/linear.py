@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.launch import await_turn, overlap
+
 # Of more rows, or of larger matrices, a library's products are faster, and the launches do not matter.
 MOST_ROWS = 64
 MOST_WEIGHTS = 1 << 22
@@ -21,7 +23,9 @@ def _linear_kernel(
     x, delta, norm, weight, bias, out, total, num_rows, num_in, num_out, eps,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
     ADD: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    await_turn(OVERLAP)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     stride = num_in * 2 if GATE else num_in
@@ -90,6 +94,7 @@ def few_rows(
         ROWS=rows, COLS=cols, DEPTH=128,
         ADD=delta is not None, NORM=norm is not None, GATE=gate, BIAS=bias is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, num_stages=4,
+        **overlap(x.device),
     )  # fmt: skip
     return out, total
 

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.launch import await_turn, overlap
+
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND = tl.constexpr(0x94D049BB133111EB)
@@ -37,7 +39,8 @@ def gumbel(seed, position, token) -> tl.tensor:
 
 
 @triton.jit
-def _noise_kernel(seeds, positions, tokens, out, size, BLOCK: tl.constexpr):
+def _noise_kernel(seeds, positions, tokens, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    await_turn(OVERLAP)
     row, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(tokens + i, mask=i < size, other=0)
     seed, position = tl.load(seeds + row + i * 0), tl.load(positions + row + i * 0)
@@ -48,5 +51,5 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """Gumbel noise, fp32 [R, V], for the token ids [V] at (seed, position), all int64, those [R]."""
     out = torch.empty(seeds.shape[0], tokens.shape[0], dtype=torch.float32, device=seeds.device)
     grid = (triton.cdiv(tokens.shape[0], _BLOCK), seeds.shape[0])
-    _noise_kernel[grid](seeds, positions, tokens, out, tokens.shape[0], BLOCK=_BLOCK)
+    _noise_kernel[grid](seeds, positions, tokens, out, tokens.shape[0], BLOCK=_BLOCK, **overlap(seeds.device))
     return out

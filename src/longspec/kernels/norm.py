@@ -7,11 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.launch import await_turn, overlap
+
 
 @triton.jit
 def _norm_kernel(
-    x, residual, weight, normed, total, size, eps, BLOCK: tl.constexpr, ADD: tl.constexpr
+    x, residual, weight, normed, total, size, eps, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    await_turn(OVERLAP)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = i < size
     value = tl.load(x + row * size + i, mask=inside, other=0.0)
@@ -46,5 +50,6 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
     _norm_kernel[(x.numel() // size,)](
         x, added, weight, normed, total, size, eps,
         BLOCK=triton.next_power_of_2(size), ADD=residual is not None, num_warps=8 if size > 1024 else 4,
+        **overlap(x.device),
     )  # fmt: skip
     return normed, total

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.launch import await_turn, overlap
+
 _HEADS = 8
 
 
@@ -22,8 +24,9 @@ def _rope_kernel(
     qkv, table, positions, entries, q_weight, k_weight, q, keys, values,
     stride, table_half, k_b, k_h, k_s, v_b, v_h, v_s,
     num_heads, num_kv_heads, num_tokens, eps,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    await_turn(OVERLAP)
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_q = (head < num_heads)[:, None]
@@ -82,5 +85,6 @@ def rope_write(
         qkv, table, positions.contiguous(), entries.contiguous(), q_weight, k_weight, q, keys, values,
         width, table.stride(0), *keys.stride()[:3], *values.stride()[:3], H, K, T, eps,
         D=D, BLOCK_D=triton.next_power_of_2(D), HEADS=_HEADS, NORM=norm is not None, num_warps=2,
+        **overlap(qkv.device),
     )  # fmt: skip
     return q

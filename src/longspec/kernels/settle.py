@@ -7,14 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.launch import await_turn, overlap
+
 
 @triton.jit(do_not_specialize=["num_nodes", "width", "num_ends", "hidden_size"])
 def _settle_kernel(
     tokens, parents, choices, hidden, running, lengths, limits, ends,
     path, num_kept, emitted, num_emitted, report, feature,
     num_nodes, width, num_ends, hidden_size,
-    NODES: tl.constexpr, WIDTH: tl.constexpr, ENDS: tl.constexpr, BLOCK: tl.constexpr,
+    NODES: tl.constexpr, WIDTH: tl.constexpr, ENDS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    await_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     node, step = tl.arange(0, NODES), tl.arange(0, WIDTH)
     tokens += row * num_nodes
@@ -98,5 +101,6 @@ def settle_round(
         path, num_kept, emitted, num_emitted, report, feature, N, width, ends.shape[0], hidden_size,
         NODES=triton.next_power_of_2(N), WIDTH=triton.next_power_of_2(width),
         ENDS=triton.next_power_of_2(ends.shape[0]), BLOCK=min(1024, triton.next_power_of_2(hidden_size)),
+        **overlap(tokens.device),
     )  # fmt: skip
     return path, num_kept

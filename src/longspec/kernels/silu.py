@@ -6,11 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.launch import await_turn, overlap
+
 _BLOCK = 1024
 
 
 @triton.jit
-def _silu_kernel(gate_up, out, size, BLOCK: tl.constexpr):
+def _silu_kernel(gate_up, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    await_turn(OVERLAP)
     row, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     gate = tl.load(gate_up + row * 2 * size + i, mask=inside, other=0.0).to(tl.float32)
@@ -25,5 +28,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], size)
-    _silu_kernel[(triton.cdiv(size, _BLOCK), out.numel() // size)](gate_up, out, size, BLOCK=_BLOCK)
+    _silu_kernel[(triton.cdiv(size, _BLOCK), out.numel() // size)](
+        gate_up, out, size, BLOCK=_BLOCK, **overlap(gate_up.device)
+    )  # fmt: skip
     return out

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.launch import await_turn, overlap
+
 _BLOCK = 8192
 _REMOVED = tl.constexpr(-(2**63))
 
@@ -33,9 +35,10 @@ def _index_of(key):
 @triton.jit(do_not_specialize=["count", "num_nodes"])
 def _part_kernel(
     logits, noise, keys, highs, sums, size, count, num_nodes, temperature,
-    BLOCK: tl.constexpr, NOISE: tl.constexpr,
+    BLOCK: tl.constexpr, NOISE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The best `count` of one part of a node's vocabulary, and what the part adds to the softmax."""
+    await_turn(OVERLAP)
     part, node = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + node * size + i, mask=i < size, other=-float("inf"))
@@ -58,9 +61,10 @@ def _part_kernel(
 @triton.jit(do_not_specialize=["count", "num_parts"])
 def _node_kernel(
     keys, highs, sums, parents, scores, tokens, count, num_parts,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The best `count` of a node's parts, with their log-probability and the node's own score."""
+    await_turn(OVERLAP)
     node = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     high = tl.load(highs + node * num_parts + part, mask=part < num_parts, other=-float("inf"))
@@ -83,9 +87,10 @@ def _node_kernel(
 @triton.jit(do_not_specialize=["count", "num_nodes", "width", "first"])
 def _level_kernel(
     scores, tokens, token_ids, out_tokens, out_parents, out_scores, count, num_nodes, width, first,
-    BLOCK: tl.constexpr, NAMED: tl.constexpr,
+    BLOCK: tl.constexpr, NAMED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The best `width` children of a row's nodes."""
+    await_turn(OVERLAP)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     num = num_nodes * count
     score = tl.load(scores + row * num + i, mask=i < num, other=0.0)
@@ -129,18 +134,20 @@ def best_children(
     highs, sums = torch.empty(2, B * n, num_parts, dtype=torch.float32, device=device).unbind(0)
     _part_kernel[(num_parts, B * n)](
         logits, logits if noise is None else noise, keys, highs, sums, V, count, n, temperature,
-        BLOCK=block, NOISE=noise is not None, num_warps=8,
+        BLOCK=block, NOISE=noise is not None, num_warps=8, **overlap(logits.device),
     )  # fmt: skip
     node_scores = torch.empty(B, n * count, dtype=torch.float32, device=device)
     node_tokens = torch.empty(B, n * count, dtype=torch.int32, device=device)
     _node_kernel[(B * n,)](
         keys, highs, sums, scores.contiguous(), node_scores, node_tokens, count, num_parts,
         PARTS=triton.next_power_of_2(num_parts), BLOCK=triton.next_power_of_2(num_parts * count),
+        **overlap(logits.device),
     )  # fmt: skip
     tokens, parents = torch.empty(2, B, width, dtype=torch.int64, device=device).unbind(0)
     best = torch.empty(B, width, dtype=torch.float32, device=device)
     _level_kernel[(B,)](
         node_scores, node_tokens, node_tokens if token_ids is None else token_ids, tokens, parents, best,
         count, n, width, first, BLOCK=triton.next_power_of_2(n * count), NAMED=token_ids is not None,
+        **overlap(logits.device),
     )  # fmt: skip
     return tokens, parents, best

@@ -10,13 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.launch import await_turn, overlap
+
 _ROWS = 16
 
 
 @triton.jit(do_not_specialize=["num_nodes", "depth"])
 def _sees_kernel(
-    parents, sees, depths, num_nodes, depth, NODES: tl.constexpr, ROWS: tl.constexpr
+    parents, sees, depths, num_nodes, depth, NODES: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
+    await_turn(OVERLAP)
     b = tl.program_id(1).to(tl.int64)
     node, other = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, NODES)
     real = node < num_nodes
@@ -41,7 +44,7 @@ def tree_sees(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     depths = torch.empty(B, N, dtype=torch.int64, device=parents.device)
     _sees_kernel[(triton.cdiv(N, _ROWS), B)](
         parents.contiguous(), sees.view(torch.int8), depths, N, depth,
-        NODES=triton.next_power_of_2(N), ROWS=_ROWS,
+        NODES=triton.next_power_of_2(N), ROWS=_ROWS, **overlap(parents.device),
     )  # fmt: skip
     return sees, depths
 
@@ -50,8 +53,9 @@ def tree_sees(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 def _level_kernel(
     held, lengths, parents, sees, positions, entries,
     num_nodes, num_before, depth, window, num_entries, parents_b,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    await_turn(OVERLAP)
     index, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     position = tl.load(lengths + b) + depth
     place = b * num_nodes + index
@@ -88,15 +92,17 @@ def level_places(
     _level_kernel[(num_nodes, B)](
         held, lengths, parents, sees.view(torch.int8), positions, entries,
         num_nodes, N - num_nodes, depth, window, S, parents.stride(0),
-        BLOCK=min(1024, triton.next_power_of_2(S)),
+        BLOCK=min(1024, triton.next_power_of_2(S)), **overlap(held.device),
     )  # fmt: skip
     return sees, positions, entries
 
 
 @triton.jit(do_not_specialize=["width", "window", "num_entries"])
 def _claim_kernel(
-    num_new, lengths, held, positions, entries, width, window, num_entries, WIDTH: tl.constexpr
+    num_new, lengths, held, positions, entries, width, window, num_entries, WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    await_turn(OVERLAP)
     b, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     count = tl.load(num_new + b)
     position = tl.maximum(tl.load(lengths + b) + 1 - count + i, 0)
@@ -118,7 +124,8 @@ def claim_newest(
     B, S = held.shape
     positions, entries = torch.empty(2, B, width, dtype=torch.int64, device=held.device).unbind(0)
     _claim_kernel[(B,)](
-        num_new, lengths, held, positions, entries, width, window, S, WIDTH=triton.next_power_of_2(width)
+        num_new, lengths, held, positions, entries, width, window, S, WIDTH=triton.next_power_of_2(width),
+        **overlap(held.device),
     )  # fmt: skip
     return positions, entries
 
@@ -126,9 +133,10 @@ def claim_newest(
 @triton.jit(do_not_specialize=["num_nodes", "num_kept"])
 def _prune_kernel(
     tokens, parents, scores, places, out_tokens, out_parents, num_nodes, num_kept,
-    NODES: tl.constexpr, ROWS: tl.constexpr, MAPS: tl.constexpr,
+    NODES: tl.constexpr, ROWS: tl.constexpr, MAPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """First each node's place among those kept; then, with MAPS, tokens and parents go there."""
+    await_turn(OVERLAP)
     b = tl.program_id(1).to(tl.int64)
     node, other = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, NODES)
     real = node < num_nodes
@@ -165,6 +173,6 @@ def prune(tokens: Tensor, parents: Tensor, scores: Tensor, num_kept: int) -> tup
     for maps in (False, True):
         _prune_kernel[(triton.cdiv(N, _ROWS), B)](
             tokens, parents, scores, places, kept_tokens, kept_parents, N, num_kept,
-            NODES=triton.next_power_of_2(N), ROWS=_ROWS, MAPS=maps,
+            NODES=triton.next_power_of_2(N), ROWS=_ROWS, MAPS=maps, **overlap(tokens.device),
         )  # fmt: skip
     return kept_tokens, kept_parents

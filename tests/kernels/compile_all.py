@@ -1,0 +1,115 @@
+"""Compiles every kernel for a Hopper GPU, as SmolLM2 in bf16 calls them; no GPU is needed, nothing is run.
+
+A program of its own, for the tests run the kernels in Triton's interpreter, which compiles nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from longspec.kernels import launch
+from longspec.kernels.attention import attend, masked
+from longspec.kernels.choose import choose_tokens
+from longspec.kernels.commit import commit_path
+from longspec.kernels.draw import draw_tokens
+from longspec.kernels.linear import few_rows
+from longspec.kernels.noise import gumbel_noise
+from longspec.kernels.norm import add_rms_norm, rms_norm
+from longspec.kernels.rope import rope_write
+from longspec.kernels.settle import settle_round
+from longspec.kernels.silu import silu_mul
+from longspec.kernels.topk import best_children
+from longspec.kernels.tree import claim_newest, level_places, prune, tree_sees
+
+
+class Hopper:
+    """What the compiler asks of a driver."""
+
+    class utils:
+        """What the tiling asks."""
+
+        @staticmethod
+        def get_device_properties(device: int) -> dict[str, int]:
+            return {"multiprocessor_count": 132, "max_shared_mem": 232448}
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only() -> set[str]:
+    """Make calls of kernels compile them and stop there; returns the names of those that were."""
+    driver.set_active(Hopper())
+    launch._can = lambda device: True  # type: ignore[assignment]
+    names, run = set(), JITFunction.run
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        names.add(self.fn.__qualname__ + " of " + self.fn.__module__)
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run = compiled
+    return names
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def halves(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def call_models(T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024, E: int = 576) -> None:
+    """What target and draft call for a tree of T nodes."""
+    q, k, lengths = halves(1, T, H, D), halves(1, K, S, D), numbers(1)
+    attend(q, k, k, lengths, torch.ones(1, T, T, dtype=torch.bool))
+    attend(q[:, :1].contiguous(), k, k, lengths)
+    attend(q, k, k, lengths, None, False, 4, 256)
+    attend(halves(1, T, 3 * H, D), halves(3, 1, K, S, D), halves(3, 1, K, S, D), lengths, None, False)
+    masked(q, k, k, torch.ones(1, T, S, dtype=torch.bool))
+    x, weight = halves(1, T, E), halves(E)
+    rms_norm(x, weight, 1e-5)
+    add_rms_norm(x, x, weight, 1e-5)
+    qkv, table, places = halves(1, T, (H + 2 * K) * D), torch.zeros(2, S, D), numbers(1, T)
+    rope_write(qkv, table, places, places, k, k)
+    rope_write(qkv, table, places, places, k, k, (halves(D), halves(D), 1e-6))
+    silu_mul(halves(1, T, 3072))
+    few_rows(x, halves(960, E), halves(960), x, (weight, 1e-5))
+    few_rows(halves(1, T, 3072), halves(E, 1536), gate=True)
+
+
+def call_rounds(N: int, V: int = 49152, window: int = 512) -> None:
+    """What a round of N nodes calls around them."""
+    lengths, parents, logits = numbers(1), numbers(1, N), torch.zeros(N, V)
+    choose_tokens(logits, numbers(N), numbers(N))
+    seen = torch.zeros(N, V, dtype=torch.bool)
+    choose_tokens(logits, numbers(N), numbers(N), 0.7, 20, 0.9, 0.1, 1.1, seen)
+    best_children(logits[None], torch.zeros(1, N), 16)
+    best_children(logits[None], torch.zeros(1, N), 16, 0.7, torch.zeros(1, V), torch.arange(V), 5)
+    gumbel_noise(numbers(N), numbers(N), torch.arange(V))
+    draw_tokens(logits, torch.zeros(N), numbers(N), numbers(N))
+    tree_sees(parents, 5)
+    level_places(numbers(1, window + N + 1), lengths, parents, 8, 2, window)
+    claim_newest(lengths, lengths, numbers(1, window + N + 1), 6, window)
+    prune(parents, parents, torch.zeros(1, N), N // 2)
+    running, emitted, report = torch.zeros(1, dtype=torch.bool), numbers(1, 6), numbers(1, 7)
+    state = (running, emitted, numbers(1), report, halves(1, 576))
+    settle_round(parents, parents, parents, halves(1, N, 576), lengths, lengths, numbers(2), *state)
+    commit_path(halves(2, 1, 3, 64, 64), halves(2, 1, 3, 64, 64), lengths, numbers(1, 6), lengths)
+
+
+if __name__ == "__main__":
+    names = compile_only()
+    call_models(16)
+    call_rounds(16)
+    print("\n".join(sorted(names)))

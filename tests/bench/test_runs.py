@@ -220,7 +220,7 @@ def test_figures_are_medians_of_repeats_and_ratios_within_one() -> None:
         for repeat in range(3)
         for method, own in seconds.items()
     ]
-    margins = {"turn": 0, "place": 1, "vanilla": 5, "other": 6, "margin": -1e-5}
+    margins = {"turn": 0, "place": 1, "vanilla": 5, "other": 6, "margin": -1e-5, "rounding": 2e-5}
     rows[-2] = rows[-2] | {"difference": margins}
     vanilla, lookup, hf = summarise(rows)
     assert lookup.speedup["vanilla"] == Spread(2.0, 1.0, 4.0)
@@ -231,7 +231,9 @@ def test_figures_are_medians_of_repeats_and_ratios_within_one() -> None:
     assert lookup.tau == 8 / 5
     assert lookup.acceptance == [0.4, 0.2]
     assert (lookup.different, lookup.largest_margin) == (1, 1e-5)
-    assert cells(lookup)[-1] == "1 of 3 differ, margin at most 1e-05"
+    assert cells(lookup)[-1] == "1 of 3 differ, margin at most 1e-05, all within rounding"
+    rows[-5] = rows[-5] | {"difference": margins | {"margin": 3e-5}}
+    assert cells(summarise(rows)[1])[-1] == "2 of 3 differ, margin at most 3e-05, 1 within rounding"
     # Of a repeat that was broken off the speed does not count, but ratios use what both have.
     more = [made_row("vanilla", item="2", decode_seconds=6.0), *rows[:4]]
     broken = summarise(more)
@@ -255,6 +257,7 @@ def test_the_margin_of_a_difference_is_the_targets_own(tiny: LongSpec) -> None:
         logits = target.logits(target(text, target.new_cache(1, text.shape[1])))[0, -1]
     assert found["margin"] == pytest.approx(float(logits[said[3]] - logits[other[3]]), abs=1e-4)
     assert found["margin"] > 0
+    assert found["rounding"] == pytest.approx(2**-23 * float(logits.abs().max()))
     # Sampled, the seed's noise is in it: what was chosen wins over anything else.
     drawn = tiny.generate(prompt, max_new_tokens=6, eos_ids=(), temperature=1.5, seed=4).token_ids
     assert drawn != said

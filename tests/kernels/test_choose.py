@@ -51,6 +51,19 @@ def test_tokens_are_those_of_choose(sampling: Sampling) -> None:
         assert torch.equal(found.cpu(), expected), (found.cpu() != expected).sum()
 
 
+def test_one_seed_may_be_expanded_over_all_nodes_of_a_row() -> None:
+    """As `flatten` leaves it at batch 1: a view without any stride, which reads past its one number."""
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
+    seeds, positions = torch.tensor([[7]]).expand(1, 6).flatten(), torch.arange(6)
+    assert seeds.stride() == (0,)
+    expected = choose(logits, Sampling(1.0), seeds, positions)
+    given = torch.tensor([7]).to(DEVICE).expand(6)
+    found = choose_tokens(logits.to(DEVICE), given, positions.to(DEVICE), 1.0)
+    assert torch.equal(found.cpu(), expected)
+    noise = gumbel_noise(given, positions.to(DEVICE), torch.arange(40).to(DEVICE))
+    torch.testing.assert_close(noise.cpu(), gumbel(seeds, positions, torch.arange(40)).float())
+
+
 def test_noise_is_that_of_choose() -> None:
     seeds, positions, tokens = torch.tensor([5, -(2**62)]), torch.tensor([0, 262143]), torch.arange(5000)
     noise = gumbel_noise(seeds.to(DEVICE), positions.to(DEVICE), tokens.to(DEVICE))

@@ -7,6 +7,7 @@ import torch
 from longspec.attention import choose_backend
 from longspec.decoding.accept import accept_coupled
 from longspec.decoding.choose import Sampling
+from longspec.decoding.device import RoundStore
 from longspec.decoding.loop import Method, decode, start
 from longspec.decoding.methods.magicdec import MagicDec
 from longspec.decoding.methods.vanilla import Vanilla
@@ -36,3 +37,20 @@ def test_methods_say_on_triton_what_vanilla_says_on_torch() -> None:
     methods: list[Method] = [Vanilla(), MagicDec(3, sinks=2, window=6, draws=False), scripted]
     for method in methods:
         assert run(target, method) == expected, method.name
+
+
+def test_rounds_without_the_host_say_on_triton_what_vanilla_says_on_torch() -> None:
+    """At batch 1 and sampled, where a row's one seed stands for all of its nodes."""
+    sampling = Sampling(0.8, top_p=0.9)
+    target = tiny_target(3, vocab_size=40).to(DEVICE)
+    # It drafts with all of the context in sight: what it drafts is right, and every node counts.
+    magicdec = MagicDec(3, sinks=0, window=64, draws=False)
+    rows = []
+    for backend, method, rounds in (("torch", Vanilla(), None), ("triton", magicdec, RoundStore())):
+        target.attention = choose_backend(backend)
+        rows.append(Row([3, 1, 4, 1, 5], 7, 10))
+        state = start(target, target.new_cache(1, 32), rows[-1:], sampling)
+        for _ in decode(state, method, accept_coupled, rounds=rounds):
+            pass
+    assert rows[0].tokens == rows[1].tokens
+    assert rows[1].num_rounds == 3

@@ -31,7 +31,8 @@ def sameness(one: Figures) -> str:
     if not one.different:
         return "yes"
     margin = "no margin known" if one.largest_margin is None else f"margin at most {one.largest_margin:.2g}"
-    return f"{one.different} of {one.compared} differ, {margin}"
+    ties = "all" if one.ties == one.different else one.ties
+    return f"{one.different} of {one.compared} differ, {margin}, {ties} within rounding"
 
 
 def cells(one: Figures) -> list[str]:

@@ -59,6 +59,8 @@ class Figures:
     """Answers that were held against vanilla's, over all repeats."""
     different: int
     """Those of them that were not the same."""
+    ties: int
+    """Those of these whose first difference lay within the type's rounding."""
     largest_margin: float | None
     """Of the differences: how many logits lay between the two tokens, whichever a fresh pass prefers."""
     parts: dict[str, float] | None
@@ -117,9 +119,16 @@ def _figures(kind: str, method: str, by_method: dict[str, list[Row]]) -> Figures
         memory_above_start=max(row["memory_above_start"] for row in rows),
         compared=sum(row["compared"] for row in rows),
         different=sum(row["difference"] is not None for row in rows),
+        ties=sum(_is_tie(row["difference"]) for row in rows if row["difference"]),
         largest_margin=max((abs(margin) for margin in margins if margin is not None), default=None),
         parts=_parts(rows),
     )
+
+
+def _is_tie(difference: dict[str, Any]) -> bool:
+    """Whether the target's preference lay within its rounding."""
+    margin, rounding = difference["margin"], difference.get("rounding")
+    return margin is not None and rounding is not None and abs(margin) <= rounding
 
 
 def _repeats(rows: Sequence[Row]) -> list[list[Row]]:

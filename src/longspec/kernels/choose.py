@@ -212,6 +212,8 @@ def choose_tokens(
     assert not penalty or seen is not None, "the repetition penalty needs the tokens seen so far"
     marks = seen.view(torch.uint8) if penalty and seen is not None else logits
     rows = (logits.stride(0), marks.stride(0), V)
+    # One seed for all nodes of a row may have been expanded rather than copied.
+    seeds, positions = seeds.contiguous(), positions.contiguous()
     num_parts = triton.cdiv(V, _BLOCK)
     grid, blocks = (num_parts, R), {"BLOCK": _BLOCK, "PENALTY": penalty}
     parts = {"PARTS": triton.next_power_of_2(num_parts)}

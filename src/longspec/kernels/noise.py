@@ -51,5 +51,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """Gumbel noise, fp32 [R, V], for the token ids [V] at (seed, position), all int64, those [R]."""
     out = torch.empty(seeds.shape[0], tokens.shape[0], dtype=torch.float32, device=seeds.device)
     grid = (triton.cdiv(tokens.shape[0], _BLOCK), seeds.shape[0])
-    _noise_kernel[grid](seeds, positions, tokens, out, tokens.shape[0], BLOCK=_BLOCK, **overlap(seeds.device))
+    _noise_kernel[grid](
+        seeds.contiguous(), positions.contiguous(), tokens.contiguous(), out, tokens.shape[0],
+        BLOCK=_BLOCK, **overlap(seeds.device),
+    )  # fmt: skip
     return out

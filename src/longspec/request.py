@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
-import torch
-
-from longspec.decoding.auto import Drafting, Plan, num_nodes
+from longspec.decoding.auto import Plan
 from longspec.decoding.choose import Sampling
-from longspec.decoding.device import needs_no_host
+from longspec.decoding.device import needs_no_host, replays
+from longspec.decoding.expected import num_nodes
 from longspec.decoding.guard import Guarded, Prices
 from longspec.decoding.loop import Acceptance, DecodeState, Method, decode, start
-from longspec.decoding.methods.make import MethodOptions, make_method
+from longspec.decoding.methods.make import Drafting, MethodOptions, make_method
 from longspec.decoding.reuse import PrefixStore
 from longspec.decoding.row import Row
 from longspec.errors import UserError, whole_number, whole_numbers
@@ -76,9 +75,8 @@ class Engine:
 
     @property
     def replays(self) -> bool:
-        """Whether rounds are captured and replayed: on a GPU, with the kernels that allow it."""
-        with torch.inference_mode():
-            return self.target.device.type == "cuda" and self.target.attention.fuses(self.target.embedding)
+        """Whether rounds are captured and replayed."""
+        return replays(self.target)
 
     def settle(self, options: MethodOptions, context: int, num_rows: int) -> tuple[MethodOptions, Prices]:
         """What `auto` means for this context and batch, and what its rounds cost."""
@@ -86,7 +84,9 @@ class Engine:
             settled = replace(options, method="lookup" if self.draft is None else "tree")
             return settled, Prices(((num_nodes(settled), UNMEASURED_COST),))
         planned, prices = self.plan().pick(context, num_rows)
-        return replace(planned, acceptance=options.acceptance, max_nodes=options.max_nodes), prices
+        limits = [limit for limit in (planned.max_nodes, options.max_nodes) if limit is not None]
+        most = min(limits, default=None)
+        return replace(planned, acceptance=options.acceptance, max_nodes=most), prices
 
 
 class Request:

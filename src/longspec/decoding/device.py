@@ -16,6 +16,7 @@ from longspec.decoding.accept import Accepted
 from longspec.decoding.choose import choose
 from longspec.decoding.loop import Acceptance, DecodeState, Method, advance
 from longspec.decoding.tree import TokenTree
+from longspec.models.target import Transformer
 
 # Rounds that may be on their way before the host has read the first of them.
 _IN_FLIGHT = 2
@@ -209,6 +210,12 @@ class RoundStore:
     def clear(self) -> None:
         """Let go of the graphs, and of the cache that they hold on to."""
         self._kept.clear()
+
+
+def replays(target: Transformer) -> bool:
+    """Whether rounds over this target are captured and replayed: on a GPU, with kernels that allow it."""
+    with torch.inference_mode():
+        return target.device.type == "cuda" and target.attention.fuses(target.embedding)
 
 
 def needs_no_host(state: DecodeState, method: Method) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from longspec.decoding.loop import DecodeState, Method
@@ -17,13 +17,23 @@ class Prices:
     """(nodes, cost) as far as it was measured, fewest nodes first; a lone root costs 1."""
 
     def __call__(self, num_nodes: int) -> float:
-        """The cost of a round with so many nodes: on the line between the measured ones about it."""
-        left, low = 1, 1.0
-        for right, high in self.points:
-            if num_nodes <= right:
-                return low + (high - low) * (num_nodes - left) / max(right - left, 1)
-            left, low = right, high
-        return low
+        """The cost of a round with so many nodes."""
+        return on_line(((1, 1.0), *self.points), num_nodes)
+
+
+def on_line(points: Sequence[tuple[int, float]], place: float) -> float:
+    """The value at `place` on the line through the nearest two of the points, which come in order.
+
+    Before the first point it is that one's; behind the last it never falls.
+    """
+    if len(points) == 1 or place <= points[0][0]:
+        return points[0][1]
+    right = next((index for index, (at, _) in enumerate(points) if place <= at), len(points) - 1)
+    (left_at, left), (right_at, last) = points[right - 1], points[right]
+    slope = (last - left) / (right_at - left_at)
+    if place > right_at:
+        slope = max(slope, 0.0)
+    return last + slope * (place - right_at)
 
 
 class Account:

@@ -120,9 +120,7 @@ class Request:
             context = max(len(row.prompt) + row.max_new_tokens // 2 for row in self.rows)
             options, prices = self._engine.settle(options, context, len(self.rows))
         method, acceptance = make_method(options, self._sampling, self._engine.draft)
-        # A guard looks at every round, and replayed ones wait for nobody.
-        waits = not self._engine.replays or method.device_key is None
-        if automatic and options.method != "vanilla" and waits:
+        if automatic and options.method != "vanilla":
             method = Guarded(method, prices)
         return method, acceptance
 

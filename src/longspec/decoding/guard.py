@@ -60,15 +60,54 @@ class Account:
         self.balance = min(self.balance + (1 + self.SHARE) * emitted - cost, self.MOST)
 
 
+class Resting:
+    """The target alone, while a method follows what it says and could go on at any round."""
+
+    name = "vanilla"
+    num_nodes = 1
+    tree_shape: tuple[int, ...] | None = None
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        self.device_key = method.device_key
+
+    def begin(self, state: DecodeState) -> None:
+        """See `Method.begin`."""
+        self._method.begin(state)
+
+    def follow(self, state: DecodeState) -> None:
+        """See `Method.follow`."""
+        self._method.follow(state)
+
+    def propose(self, state: DecodeState) -> TokenTree:
+        """Nothing but the root."""
+        self._method.follow(state)
+        return TokenTree.chain(state.roots[:, None])
+
+
 class Guarded:
-    """A method that rests while it loses; the target goes on alone then, and says the same."""
+    """A method that rests while it loses; the target goes on alone then, and says the same.
+
+    Where rounds are replayed, `propose` is never asked: there the rounds of `method` and of `resting` are
+    two graphs, and whoever replays them asks the account.
+    """
 
     def __init__(self, method: Method, prices: Prices) -> None:
         self.name, self.tree_shape, self.num_nodes = method.name, method.tree_shape, method.num_nodes
-        # Whether it goes on is for the host to say, between rounds.
-        self.device_key: tuple[Hashable, ...] | None = None
-        self.method, self.prices, self.account = method, prices, Account()
+        self.device_key: tuple[Hashable, ...] | None = method.device_key
+        self.method, self._resting = method, Resting(method)
+        self._prices, self._account = prices, Account()
         self._last_nodes = 0
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the next round may propose something."""
+        return self._account.speculates
+
+    def book(self, emitted: Sequence[int], num_nodes: int) -> None:
+        """Enter a round with so many nodes, by what each row emitted that was running in it."""
+        if emitted:
+            self._account.book(sum(emitted) / len(emitted), self._prices(num_nodes))
 
     def begin(self, state: DecodeState) -> None:
         """See `Method.begin`."""
@@ -81,19 +120,10 @@ class Guarded:
 
     def propose(self, state: DecodeState) -> TokenTree:
         """See `Method.propose`."""
-        self._book(state)
-        if self.account.speculates:
-            tree = self.method.propose(state)
-        else:
-            self.method.follow(state)
-            tree = TokenTree.chain(state.roots[:, None])
+        if self._last_nodes:
+            counts = zip(state.num_emitted.tolist(), state.rows, strict=True)
+            self.book([count for count, row in counts if not row.finished], self._last_nodes)
+        method = self.method if self.speculates else self._resting
+        tree = method.propose(state)
         self._last_nodes = tree.num_nodes
         return tree
-
-    def _book(self, state: DecodeState) -> None:
-        """Enter the last round, if there was one: what the rows that still run emitted in it."""
-        if not self._last_nodes:
-            return
-        counts = zip(state.num_emitted.tolist(), state.rows, strict=True)
-        running = [count for count, row in counts if not row.finished]
-        self.account.book(sum(running) / max(len(running), 1), self.prices(self._last_nodes))

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
-import torch
-
-from longspec.decoding.auto import Drafting, Plan, num_nodes
+from longspec.decoding.auto import Plan
 from longspec.decoding.choose import Sampling
-from longspec.decoding.device import needs_no_host
+from longspec.decoding.device import needs_no_host, replays
+from longspec.decoding.expected import num_nodes
 from longspec.decoding.guard import Guarded, Prices
 from longspec.decoding.loop import Acceptance, DecodeState, Method, decode, start
-from longspec.decoding.methods.make import MethodOptions, make_method
+from longspec.decoding.methods.make import Drafting, MethodOptions, make_method
 from longspec.decoding.reuse import PrefixStore
 from longspec.decoding.row import Row
 from longspec.errors import UserError, whole_number, whole_numbers
@@ -76,12 +75,8 @@ class Engine:
 
     @property
     def replays(self) -> bool:
-        """Whether rounds are captured and replayed: on a GPU, with the kernels that allow it."""
-        target = self.target
-        # Heads of an odd size are left to torch's kernels, which ask the host.
-        even = target.config.head_dim * target.dtype.itemsize % 16 == 0
-        with torch.inference_mode():
-            return target.device.type == "cuda" and even and target.attention.fuses(target.embedding)
+        """Whether rounds are captured and replayed."""
+        return replays(self.target)
 
     def settle(self, options: MethodOptions, context: int, num_rows: int) -> tuple[MethodOptions, Prices]:
         """What `auto` means for this context and batch, and what its rounds cost."""
@@ -89,7 +84,9 @@ class Engine:
             settled = replace(options, method="lookup" if self.draft is None else "tree")
             return settled, Prices(((num_nodes(settled), UNMEASURED_COST),))
         planned, prices = self.plan().pick(context, num_rows)
-        return replace(planned, acceptance=options.acceptance, max_nodes=options.max_nodes), prices
+        limits = [limit for limit in (planned.max_nodes, options.max_nodes) if limit is not None]
+        most = min(limits, default=None)
+        return replace(planned, acceptance=options.acceptance, max_nodes=most), prices
 
 
 class Request:
@@ -123,9 +120,7 @@ class Request:
             context = max(len(row.prompt) + row.max_new_tokens // 2 for row in self.rows)
             options, prices = self._engine.settle(options, context, len(self.rows))
         method, acceptance = make_method(options, self._sampling, self._engine.draft)
-        # A guard looks at every round, and replayed ones wait for nobody.
-        waits = not self._engine.replays or method.device_key is None
-        if automatic and options.method != "vanilla" and waits:
+        if automatic and options.method != "vanilla":
             method = Guarded(method, prices)
         return method, acceptance
 

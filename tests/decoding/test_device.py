@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -9,12 +11,14 @@ from longspec.config import DraftConfig
 from longspec.decoding.accept import accept_coupled
 from longspec.decoding.choose import Sampling
 from longspec.decoding.device import RoundStore, needs_no_host
-from longspec.decoding.loop import Method, decode, start
+from longspec.decoding.guard import Guarded, Prices
+from longspec.decoding.loop import DecodeState, Method, decode, prefill, start
 from longspec.decoding.methods.glide import Glide
 from longspec.decoding.methods.lookup import Lookup
 from longspec.decoding.methods.magicdec import MagicDec
 from longspec.decoding.methods.vanilla import Vanilla
 from longspec.decoding.row import Row
+from longspec.decoding.tree import TokenTree
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.target import Transformer
 from tests.decoding.scripted import SCRIPTS, ScriptedGlide, tiny_target
@@ -87,6 +91,90 @@ def test_rounds_are_kept_between_requests_and_go_with_their_cache() -> None:
     cache = target.new_cache(1, 64)
     answer(PROMPTS[0], SAMPLINGS[0], store)
     assert len(store._kept) == 1
+
+
+@pytest.mark.parametrize("script", ["oracle", "adversary", "half"])
+def test_the_guard_switches_between_two_kinds_of_rounds(script: str) -> None:
+    target, store = tiny_target(4, vocab_size=40), RoundStore()
+    cache = target.new_cache(2, 128)
+
+    def decoded(method: Method) -> list[Row]:
+        cache.lengths.zero_()
+        rows = [Row(prompt, 9, 100) for prompt in PROMPTS[:2]]
+        rounds = None if isinstance(method, Vanilla) else store
+        for _ in decode(start(target, cache, rows, Sampling(0.9)), method, rounds=rounds):
+            pass
+        return rows
+
+    texts = [row.tokens for row in decoded(Vanilla())]
+    inner = ScriptedGlide(target, texts, SCRIPTS[script], (1, 1, 1))
+    inner.device_key = (script,)
+    drafted, propose = 0, inner.propose
+
+    def counted(state: DecodeState) -> TokenTree:
+        nonlocal drafted
+        drafted += 1
+        return propose(state)
+
+    inner.propose = counted  # type: ignore[method-assign]
+    alone = decoded(inner)
+    assert drafted == max(row.num_rounds for row in alone) + 1, "one round is on its way at the end"
+    for _ in range(2):  # the second time with rounds that were kept
+        drafted = 0
+        rows = decoded(Guarded(inner, Prices(((4, 1.4),))))
+        assert [row.tokens for row in rows] == texts
+        rounds = max(row.num_rounds for row in rows)
+        if script == "adversary":
+            assert 8 < drafted < 20, "most rounds are the target's alone; it is tried again"
+        else:
+            assert drafted == rounds + 1
+            assert [row.depths for row in rows] == [row.depths for row in alone]
+
+
+class Fitful(Guarded):
+    """Rests in two rounds of three."""
+
+    booked = 0
+
+    def book(self, emitted: Sequence[int], num_nodes: int) -> None:
+        self.booked += 1
+        self._account.balance = -1.0 if self.booked % 3 else 1.0
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_after_a_rest_the_draft_proposes_what_it_would_have(on_device: bool) -> None:
+    """Its own keys and values must follow through the rounds in which it rests."""
+    target = tiny_target(vocab_size=11)
+    draft = GlideDraft(target.config, DraftConfig(window=8, max_lag=8, use_feature=True))
+    draft.initialise(torch.Generator().manual_seed(1), std=0.3)
+    proposed: list[tuple[int, list[list[int]]]] = []
+
+    class Noting(Glide):
+        def propose(self, state: DecodeState) -> TokenTree:
+            tree = super().propose(state)
+            proposed.append((int(state.cache.lengths), tree.tokens.tolist()))
+            return tree
+
+    def glide(kind: type[Glide]) -> Glide:
+        return kind(draft, DraftHead(target, None), (3, 3), None, draws=False, name="tree")
+
+    row, sampling = Row(PROMPTS[0], 3, 40), Sampling()
+    state = start(target, target.new_cache(1, 64), [row], sampling)
+    rounds = RoundStore() if on_device else None
+    for _ in decode(state, Fitful(glide(Noting), Prices(())), rounds=rounds):
+        pass
+    assert 5 < len(proposed) < row.num_rounds
+    text = [*row.prompt, *row.tokens]
+    for length, tokens in proposed:
+        if length >= len(text):
+            continue  # it was on its way when the text ended
+        fresh = start(target, target.new_cache(1, 64), [Row(text[:length], 3, 40)], sampling)
+        method = glide(Glide)
+        with torch.inference_mode():
+            prefill(fresh, 64)
+            fresh.emitted = torch.tensor([[text[length]]])
+            method.begin(fresh)
+            assert method.propose(fresh).tokens.tolist() == tokens
 
 
 def test_what_needs_the_host_says_so() -> None:

@@ -175,3 +175,19 @@ def test_every_outcome_of_a_toy_tree_adds_up_to_the_target(num_children: int, se
     torch.testing.assert_close(total, p[0], atol=1e-12, rtol=0)
     for certain in itertools.permutations(range(4), num_children):
         torch.testing.assert_close(outcome(p, None, certain), p[0], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(("shape", "max_nodes"), [((4, 2), None), ((4, 8), 3)])
+def test_a_drawn_tree_is_no_larger_than_it_says(shape: tuple[int, ...], max_nodes: int | None) -> None:
+    """There is just so much room behind the text; and none of what was drawn may be pruned."""
+    target = tiny_target(vocab_size=40)
+    draft = GlideDraft(target.config, DraftConfig(window=8))
+    draft.initialise(torch.Generator().manual_seed(0), std=0.3)
+    options = MethodOptions("tree", tree_shape=shape, max_nodes=max_nodes, acceptance="rejection")
+    method, _ = make_method(options, Sampling(0.8), (draft, DraftHead(target, None)))
+    state = start(target, target.new_cache(1, 30), [Row([1, 2, 3], 0, 9)], Sampling(0.8))
+    state.cache.advance(3)
+    with torch.inference_mode():
+        method.begin(state)
+        tree = method.propose(state)
+    assert tree.num_nodes == method.num_nodes > sum(shape[:1])

@@ -11,7 +11,9 @@ from longspec.attention.reference import ReferenceAttention
 from longspec.config import DraftConfig
 from longspec.decoding.accept import accept_coupled
 from longspec.decoding.choose import Sampling, choose, gumbel, hash_bits
-from longspec.decoding.loop import Method, decode, start
+from longspec.decoding.device import RoundStore
+from longspec.decoding.guard import Guarded, Prices
+from longspec.decoding.loop import Method, Rounds, decode, start
 from longspec.decoding.methods.lookup import Lookup
 from longspec.decoding.methods.magicdec import MagicDec
 from longspec.decoding.methods.make import MethodOptions, make_method
@@ -89,12 +91,14 @@ def test_logits_are_fp32(dtype: torch.dtype) -> None:
         torch.testing.assert_close(logits.double(), exact, atol=1e-5, rtol=1e-5)
 
 
-def run(target: Transformer, sampling: Sampling, method: Method) -> list[list[int]]:
+def run(
+    target: Transformer, sampling: Sampling, method: Method, rounds: Rounds | None = None
+) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(40, (n,), generator=generator).tolist() for n in (3, 40, 17)]
     rows = [Row(prompt, 5 + index, 40 - 4 * index) for index, prompt in enumerate(prompts)]
     state = start(target, target.new_cache(3, 100 + method.num_nodes), rows, sampling)
-    for _ in decode(state, method, accept_coupled, chunk=16):
+    for _ in decode(state, method, accept_coupled, chunk=16, rounds=rounds):
         pass
     return [row.tokens for row in rows]
 
@@ -126,3 +130,18 @@ def test_scripted_drafts_on_the_gpu(script: str) -> None:
     method = ScriptedGlide(target.to(GPU), expected, SCRIPTS[script], (3, 4, 2))
     method._draft.to(GPU)
     assert run(target, Sampling(), method) == expected
+
+
+@pytest.mark.parametrize("cost", [1.0, 1.4, 3.0])
+def test_replayed_rounds_that_are_guarded(cost: float) -> None:
+    """Free, they never rest; dear ones of a random draft mostly do, and go on between."""
+    shape = {"vocab_size": 40, "num_layers": 3, "hidden_size": 64, "head_dim": 32}
+    target = tiny_target(3, **shape).to(GPU)
+    expected = run(target, Sampling(), Vanilla())
+    draft = GlideDraft(target.config, DraftConfig(window=8, use_feature=True))
+    draft.initialise(torch.Generator().manual_seed(2))
+    drafting = prepare_draft(draft.to(GPU), target)
+    target.attention = choose_backend("triton")
+    method = make_method(MethodOptions("tree", tree_shape=(2, 3, 3)), Sampling(), drafting)[0]
+    guarded = Guarded(method, Prices(((method.num_nodes, cost),)))
+    assert run(target, Sampling(), guarded, RoundStore()) == expected

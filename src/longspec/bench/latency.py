@@ -22,12 +22,13 @@ from longspec.bench.summary import Spread
 from longspec.calibration import plan_for
 from longspec.config import DraftConfig, ModelConfig
 from longspec.decoding.accept import accept_coupled
-from longspec.decoding.auto import Drafting, Plan, gain
+from longspec.decoding.auto import Plan
 from longspec.decoding.choose import Sampling
 from longspec.decoding.device import DeviceRounds
+from longspec.decoding.expected import gain
 from longspec.decoding.loop import DecodeState, Method, host_rounds, start
 from longspec.decoding.methods.glide import Glide
-from longspec.decoding.methods.make import DEFAULT_TREE, MethodOptions, make_method
+from longspec.decoding.methods.make import DEFAULT_TREE, Drafting, MethodOptions, make_method
 from longspec.decoding.methods.vanilla import Vanilla
 from longspec.decoding.row import Row
 from longspec.errors import UserError

@@ -1,7 +1,8 @@
 """Rounds that ask nothing of the host: fixed shapes and everything on the device.
 
 On a GPU such a round is captured once, with all it launches, and then replayed; the host reads what a round
-emitted while the next one runs. The same rounds run uncaptured on a CPU, which is how they are tested there.
+emitted while the next one runs. The same rounds run uncaptured on a CPU, read as late, which is how they are
+tested there.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from torch import Tensor
 from longspec.decoding.accept import Accepted
 from longspec.decoding.choose import choose
 from longspec.decoding.graph import capture
+from longspec.decoding.guard import Guarded, Resting
 from longspec.decoding.loop import Acceptance, DecodeState, Method, advance
 from longspec.decoding.tree import TokenTree, ancestors
+from longspec.models.target import Transformer
 
 # Rounds that may be on their way before the host has read the first of them.
 _IN_FLIGHT = 2
@@ -143,12 +146,17 @@ def _walk(tree: TokenTree, choices: Tensor, depth: int) -> Accepted:
 
 
 class DeviceRounds:
-    """The rounds of decodes that share a method, a batch and a cache; on a GPU one captured graph."""
+    """The rounds of decodes that share a method, a batch and a cache; on a GPU a captured graph.
+
+    A guarded decode switches between two of them over the same state: rounds of the method, and rounds in
+    which the target goes on alone and the method only follows.
+    """
 
     def __init__(self, state: DecodeState, method: Method) -> None:
         self.cache = state.cache
-        self._method, self._width = method, width_of(method)
-        # Of its own, for the graph holds on to the places of all that it reads and writes.
+        self._methods: dict[bool, Method] = {True: method, False: Resting(method)}
+        self._width = width_of(method)
+        # Of its own, for the graphs hold on to the places of all that they read and write.
         emitted = state.emitted.new_zeros(len(state.rows), self._width)
         self._state = replace(
             state,
@@ -158,23 +166,34 @@ class DeviceRounds:
             feature=state.feature.clone(),
         )
         self._board = Board.of(state, self._width)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
 
-    def run(self, state: DecodeState) -> Iterator[list[list[int]]]:
+    def run(self, state: DecodeState, guard: Guarded | None = None) -> Iterator[list[list[int]]]:
         """What each row emits, round by round, from a state whose first tokens are chosen.
 
         It never ends by itself: the caller stops asking when the texts are done, and what is on its way then
-        touches nothing that was said.
+        touches nothing that was said. A guard hears of each round when it is read, and so decides about the
+        one after the next.
         """
         self._adopt(state)
-        self._method.begin(self._state)
-        if state.target.device.type != "cuda":
-            while True:
-                device_round(self._state, self._method, self._board)
-                yield _read(self._board.report)
-        if self._graph is None:
-            self._capture()
-        yield from self._replay()
+        self._methods[True].begin(self._state)
+        if state.target.device.type == "cuda":
+            for speculates in (True,) if guard is None else (True, False):
+                if speculates not in self._graphs:
+                    self._graphs[speculates] = self._captured(self._methods[speculates])
+        slots = [_Slot.like(self._board.report) for _ in range(_IN_FLIGHT)]
+        launched = read = 0
+        while True:
+            while launched - read < _IN_FLIGHT:
+                self._launch(slots[launched % _IN_FLIGHT], guard is None or guard.speculates)
+                launched += 1
+            slot = slots[read % _IN_FLIGHT]
+            emitted = slot.read()
+            read += 1
+            if guard is not None:
+                num_nodes = self._methods[slot.speculated].num_nodes
+                guard.book([len(tokens) for tokens in emitted if tokens], num_nodes)
+            yield emitted
 
     def _adopt(self, state: DecodeState) -> None:
         ours, board, fresh = self._state, self._board, Board.of(state, self._width)
@@ -186,36 +205,53 @@ class DeviceRounds:
         board.running.copy_(fresh.running)
         board.limits.copy_(fresh.limits)
 
-    def _replay(self) -> Iterator[list[list[int]]]:
-        assert self._graph is not None
-        report = self._board.report
-        slots = [torch.empty_like(report, device="cpu").pin_memory() for _ in range(_IN_FLIGHT)]
-        events = [torch.cuda.Event() for _ in slots]
-        launched = read = 0
-        while True:
-            while launched - read < _IN_FLIGHT:
-                self._graph.replay()
-                slot = launched % _IN_FLIGHT
-                slots[slot].copy_(report, non_blocking=True)
-                events[slot].record()
-                launched += 1
-            slot = read % _IN_FLIGHT
-            events[slot].synchronize()
-            read += 1
-            yield _read(slots[slot])
+    def _launch(self, slot: _Slot, speculates: bool) -> None:
+        """Set one round going, and its report on the way to the host."""
+        if speculates in self._graphs:
+            self._graphs[speculates].replay()
+        else:
+            device_round(self._state, self._methods[speculates], self._board)
+        slot.send(self._board.report, speculates)
 
-    def _capture(self) -> None:
-        """Record one round. Rounds that warm up and record run with every row at rest, and change nothing."""
+    def _captured(self, method: Method) -> torch.cuda.CUDAGraph:
+        """One round, recorded. Rounds that warm up and record run with every row at rest and its root as
+        the one thing it emitted, which is so at the beginning, and change nothing."""
         running = self._board.running.clone()
         self._board.running.zero_()
-        self._graph = capture(
-            partial(device_round, self._state, self._method, self._board), self._state.target.device
-        )
+        work = partial(device_round, self._state, method, self._board)
+        graph = capture(work, self._state.target.device)
         self._board.running.copy_(running)
+        return graph
 
 
-def _read(report: Tensor) -> list[list[int]]:
-    return [row[1 : 1 + row[0]] for row in report.tolist()]
+@dataclass
+class _Slot:
+    """A place on the host for what one round reports."""
+
+    report: Tensor
+    event: torch.cuda.Event | None
+    """Tells when the report is there; None where it is at once."""
+    speculated: bool = True
+
+    @classmethod
+    def like(cls, report: Tensor) -> _Slot:
+        """A slot for such reports."""
+        if report.device.type != "cuda":
+            return cls(torch.empty_like(report), None)
+        return cls(torch.empty_like(report, device="cpu").pin_memory(), torch.cuda.Event())
+
+    def send(self, report: Tensor, speculated: bool) -> None:
+        """Have the report copied here when its round is done."""
+        self.report.copy_(report, non_blocking=True)
+        self.speculated = speculated
+        if self.event is not None:
+            self.event.record()
+
+    def read(self) -> list[list[int]]:
+        """What each row emitted, once it is here."""
+        if self.event is not None:
+            self.event.synchronize()
+        return [row[1 : 1 + row[0]] for row in self.report.tolist()]
 
 
 class RoundStore:
@@ -232,16 +268,25 @@ class RoundStore:
         """See `Rounds`; the method must have a `device_key`."""
         if any(kept.cache is not state.cache for kept in self._kept.values()):
             self.clear()
+        guard = method if isinstance(method, Guarded) else None
         key = (method.device_key, state.sampling, state.rows[0].eos_ids)
         if key not in self._kept:
             while len(self._kept) >= self._MOST:
                 del self._kept[next(iter(self._kept))]
-            self._kept[key] = DeviceRounds(state, method)
-        return self._kept[key].run(state)
+            self._kept[key] = DeviceRounds(state, method if guard is None else guard.method)
+        return self._kept[key].run(state, guard)
 
     def clear(self) -> None:
         """Let go of the graphs, and of the cache that they hold on to."""
         self._kept.clear()
+
+
+def replays(target: Transformer) -> bool:
+    """Whether rounds over this target are captured and replayed: on a GPU, with kernels that allow it."""
+    # Heads of an odd size are left to torch's kernels, which ask the host.
+    even = target.config.head_dim * target.dtype.itemsize % 16 == 0
+    with torch.inference_mode():
+        return target.device.type == "cuda" and even and target.attention.fuses(target.embedding)
 
 
 def needs_no_host(state: DecodeState, method: Method) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from longspec.decoding.loop import DecodeState, Method
@@ -17,13 +17,23 @@ class Prices:
     """(nodes, cost) as far as it was measured, fewest nodes first; a lone root costs 1."""
 
     def __call__(self, num_nodes: int) -> float:
-        """The cost of a round with so many nodes: on the line between the measured ones about it."""
-        left, low = 1, 1.0
-        for right, high in self.points:
-            if num_nodes <= right:
-                return low + (high - low) * (num_nodes - left) / max(right - left, 1)
-            left, low = right, high
-        return low
+        """The cost of a round with so many nodes."""
+        return on_line(((1, 1.0), *self.points), num_nodes)
+
+
+def on_line(points: Sequence[tuple[int, float]], place: float) -> float:
+    """The value at `place` on the line through the nearest two of the points, which come in order.
+
+    Before the first point it is that one's; behind the last it never falls.
+    """
+    if len(points) == 1 or place <= points[0][0]:
+        return points[0][1]
+    right = next((index for index, (at, _) in enumerate(points) if place <= at), len(points) - 1)
+    (left_at, left), (right_at, last) = points[right - 1], points[right]
+    slope = (last - left) / (right_at - left_at)
+    if place > right_at:
+        slope = max(slope, 0.0)
+    return last + slope * (place - right_at)
 
 
 class Account:
@@ -50,15 +60,54 @@ class Account:
         self.balance = min(self.balance + (1 + self.SHARE) * emitted - cost, self.MOST)
 
 
+class Resting:
+    """The target alone, while a method follows what it says and could go on at any round."""
+
+    name = "vanilla"
+    num_nodes = 1
+    tree_shape: tuple[int, ...] | None = None
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        self.device_key = method.device_key
+
+    def begin(self, state: DecodeState) -> None:
+        """See `Method.begin`."""
+        self._method.begin(state)
+
+    def follow(self, state: DecodeState) -> None:
+        """See `Method.follow`."""
+        self._method.follow(state)
+
+    def propose(self, state: DecodeState) -> TokenTree:
+        """Nothing but the root."""
+        self._method.follow(state)
+        return TokenTree.chain(state.roots[:, None])
+
+
 class Guarded:
-    """A method that rests while it loses; the target goes on alone then, and says the same."""
+    """A method that rests while it loses; the target goes on alone then, and says the same.
+
+    Where rounds are replayed, `propose` is never asked: there the rounds of `method` and of `resting` are
+    two graphs, and whoever replays them asks the account.
+    """
 
     def __init__(self, method: Method, prices: Prices) -> None:
         self.name, self.tree_shape, self.num_nodes = method.name, method.tree_shape, method.num_nodes
-        # Whether it goes on is for the host to say, between rounds.
-        self.device_key: tuple[Hashable, ...] | None = None
-        self.method, self.prices, self.account = method, prices, Account()
+        self.device_key: tuple[Hashable, ...] | None = method.device_key
+        self.method, self._resting = method, Resting(method)
+        self._prices, self._account = prices, Account()
         self._last_nodes = 0
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the next round may propose something."""
+        return self._account.speculates
+
+    def book(self, emitted: Sequence[int], num_nodes: int) -> None:
+        """Enter a round with so many nodes, by what each row emitted that was running in it."""
+        if emitted:
+            self._account.book(sum(emitted) / len(emitted), self._prices(num_nodes))
 
     def begin(self, state: DecodeState) -> None:
         """See `Method.begin`."""
@@ -71,19 +120,10 @@ class Guarded:
 
     def propose(self, state: DecodeState) -> TokenTree:
         """See `Method.propose`."""
-        self._book(state)
-        if self.account.speculates:
-            tree = self.method.propose(state)
-        else:
-            self.method.follow(state)
-            tree = TokenTree.chain(state.roots[:, None])
+        if self._last_nodes:
+            counts = zip(state.num_emitted.tolist(), state.rows, strict=True)
+            self.book([count for count, row in counts if not row.finished], self._last_nodes)
+        method = self.method if self.speculates else self._resting
+        tree = method.propose(state)
         self._last_nodes = tree.num_nodes
         return tree
-
-    def _book(self, state: DecodeState) -> None:
-        """Enter the last round, if there was one: what the rows that still run emitted in it."""
-        if not self._last_nodes:
-            return
-        counts = zip(state.num_emitted.tolist(), state.rows, strict=True)
-        running = [count for count, row in counts if not row.finished]
-        self.account.book(sum(running) / max(len(running), 1), self.prices(self._last_nodes))

@@ -45,6 +45,8 @@ class Glide:
         name: str,
     ) -> None:
         self.name = name
+        if draws:
+            tree_shape, max_nodes = _drawn_shape(tree_shape), None
         self.tree_shape: tuple[int, ...] | None = tree_shape
         self._shape = tree_shape
         self._draft, self._head = draft, head
@@ -177,6 +179,14 @@ class Glide:
         parents = nodes.repeat_interleave(tokens.shape[2]).expand(B, -1)
         level = _Level(tokens.flatten(1), parents, last.scores.new_zeros(B, parents.shape[1]))
         return level, q
+
+
+def _drawn_shape(wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """The nodes per depth where each node has the same number of children, at least one."""
+    widths = [1]
+    for width in wanted:
+        widths.append(widths[-1] * max(1, width // widths[-1]))
+    return tuple(widths[1:])
 
 
 @dataclass(frozen=True)

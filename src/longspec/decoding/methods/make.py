@@ -15,6 +15,9 @@ from longspec.decoding.rejection import accept_rejection
 from longspec.errors import UserError
 from longspec.models.draft import DraftHead, GlideDraft
 
+Drafting = tuple[GlideDraft, DraftHead]
+"""A draft, and the target's head as it uses it."""
+
 METHODS = ("auto", "vanilla", "seq", "tree", "magicdec", "lookup")
 ACCEPTANCES = ("coupled", "rejection")
 DEFAULT_TREE = (4, 16, 16, 16, 16)
@@ -66,7 +69,7 @@ class MethodOptions:
 
 
 def make_method(
-    options: MethodOptions, sampling: Sampling, draft: tuple[GlideDraft, DraftHead] | None
+    options: MethodOptions, sampling: Sampling, draft: Drafting | None
 ) -> tuple[Method, Acceptance]:
     """The method, and the rule by which its proposals are accepted. "auto" must be settled before."""
     # Greedy, both criteria are one: the target's choice is certain.
@@ -75,7 +78,7 @@ def make_method(
     return _make(options, draft, draws), acceptance
 
 
-def _make(options: MethodOptions, draft: tuple[GlideDraft, DraftHead] | None, draws: bool) -> Method:
+def _make(options: MethodOptions, draft: Drafting | None, draws: bool) -> Method:
     if options.method == "vanilla":
         return Vanilla()
     if options.method == "lookup":

@@ -22,7 +22,7 @@ from longspec.bench.summary import Spread
 from longspec.calibration import plan_for
 from longspec.config import DraftConfig, ModelConfig
 from longspec.decoding.accept import accept_coupled
-from longspec.decoding.auto import Drafting, Plan, gain
+from longspec.decoding.auto import Plan, gain
 from longspec.decoding.choose import Sampling
 from longspec.decoding.device import DeviceRounds
 from longspec.decoding.loop import DecodeState, Method, host_rounds, start
@@ -31,7 +31,7 @@ from longspec.decoding.methods.make import DEFAULT_TREE, MethodOptions, make_met
 from longspec.decoding.methods.vanilla import Vanilla
 from longspec.decoding.row import Row
 from longspec.errors import UserError
-from longspec.models.draft import GlideDraft
+from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.layers import pack_linears
 from longspec.models.placement import (
     check_fits,
@@ -193,15 +193,15 @@ def measure_latency(setting: Setting, on_line: Callable[[Latencies], None] = lam
 
 def _line(
     target: Transformer,
-    drafting: Drafting,
+    drafting: tuple[GlideDraft, DraftHead],
     plan: Callable[[], Plan],
     context: int,
     batch: int,
     run: Latencies,
 ) -> Latency:
     setting, config, device = run.setting, target.config, target.device
-    _let_go(device)
     tree = _tree(drafting, plan, context, batch, setting)
+    _let_go(device)
     assert tree.tree_shape is not None
     capacity = context + (setting.rounds + _WARM_UP + 3) * (len(tree.tree_shape) + 1) + tree.num_nodes
     per_token = config.kv_bytes_per_token(target.dtype.itemsize)
@@ -231,13 +231,19 @@ def _line(
 
 
 def _let_go(device: torch.device) -> None:
-    """Of the last line's cache and graphs, so that their memory counts nowhere else."""
+    """Of the cache and graphs of the last line, or of planning, so that their memory counts nowhere else."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _tree(drafting: Drafting, plan: Callable[[], Plan], context: int, batch: int, setting: Setting) -> Glide:
+def _tree(
+    drafting: tuple[GlideDraft, DraftHead],
+    plan: Callable[[], Plan],
+    context: int,
+    batch: int,
+    setting: Setting,
+) -> Glide:
     options = MethodOptions("tree", tree_shape=setting.tree_shape, max_nodes=setting.max_nodes)
     if setting.auto:
         options = _planned_tree(plan(), context, batch)

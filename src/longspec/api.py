@@ -23,11 +23,13 @@ from longspec.models.draft_files import load_draft
 from longspec.models.files import eos_ids, read_config, read_generation_config
 from longspec.models.layers import pack_linears
 from longspec.models.load import load_target
-from longspec.models.placement import check_fits, pick_device, pick_dtype
+from longspec.models.placement import check_fits, gigabytes, memory_explained, pick_device, pick_dtype
 from longspec.models.target import Transformer
 from longspec.progress import byte_bar
 from longspec.prompts import Prompt, PromptEncoder, split_batch
 from longspec.request import Engine, Options, Request
+
+_SMALLER = "free some, or take a smaller dtype, a smaller target or another device"
 
 
 class LongSpec:
@@ -81,14 +83,22 @@ class LongSpec:
         encoder = PromptEncoder(folder, entry.chat_template if entry else None)
         ends = told | {encoder.tokenizer.eos_token_id, entry.eos_id if entry else None}
         num_bytes = config.num_parameters * kind.itemsize
-        with WeightFiles(folder) as weights, byte_bar(f"Loading {target}", num_bytes, progress) as advance:
+        with (
+            memory_explained(
+                f"the {gigabytes(num_bytes)} of {target} in {str(kind).removeprefix('torch.')} on {place}",
+                _SMALLER,
+            ),
+            WeightFiles(folder) as weights,
+            byte_bar(f"Loading {target}", num_bytes, progress) as advance,
+        ):
             model = load_target(config, weights.tensor, place, kind, advance)
         model.attention = backend
         drafting, acceptance = None, {}
         if wanted and wanted != "none":
             path = hub.resolve_draft(wanted, offline=offline, progress=progress)
-            loaded = load_draft(path, model, files.name)
-            drafting, acceptance = prepare_draft(loaded.draft, model), loaded.acceptance
+            with memory_explained(f"the draft {wanted} beside {target} on {place}", _SMALLER):
+                loaded = load_draft(path, model, files.name)
+                drafting, acceptance = prepare_draft(loaded.draft, model), loaded.acceptance
         plan = cache(partial(plan_for, model, drafting, acceptance, limit, progress))
         return cls(
             Engine(

@@ -151,6 +151,15 @@ class DraftConfig:
                 f"the draft config has draft_vocab = {self.draft_vocab}; 0 is the whole vocabulary"
             )
 
+    def num_parameters(self, target: ModelConfig) -> int:
+        """Weights in the draft, without the target's embedding and head."""
+        hidden, heads = target.hidden_size, target.num_heads * target.head_dim
+        num_qkv = heads + 2 * target.num_kv_heads * target.head_dim
+        num_cross = len(self.layers_of(target)) * heads
+        own = hidden * (num_qkv + heads) + 2 * hidden * num_cross + 3 * hidden * target.intermediate_size
+        bias = (num_qkv + num_cross) * self.qkv_bias
+        return own + bias + hidden * hidden * self.use_feature + hidden * (3 + self.final_norm)
+
     def layers_of(self, target: ModelConfig) -> tuple[int, ...]:
         """`cross_layers` as indices into the target's layers."""
         num_layers = target.num_layers

@@ -15,10 +15,11 @@ from longspec.decoding.expected import num_nodes
 from longspec.decoding.guard import Guarded, Prices
 from longspec.decoding.loop import Acceptance, DecodeState, Method, decode, start
 from longspec.decoding.methods.make import Drafting, MethodOptions, make_method
-from longspec.decoding.reuse import PrefixStore
+from longspec.decoding.reuse import WAY_OUT, PrefixStore
 from longspec.decoding.row import Row
 from longspec.errors import UserError, whole_number, whole_numbers
 from longspec.generation import Generation
+from longspec.models.placement import memory_explained
 from longspec.models.target import Transformer
 from longspec.prompts import Prompt, PromptEncoder
 from longspec.text import TextStream
@@ -127,10 +128,14 @@ class Request:
     def turns(self) -> Iterator[None]:
         """Run to the end, one turn (the prefill, then each round) at a time."""
         turns = self._decode()
+        longest = max(len(row.prompt) + row.max_new_tokens for row in self.rows)
+        answers = "an answer" if len(self.rows) == 1 else f"{len(self.rows)} answers"
+        asked = f"{answers} of up to {longest} tokens, prompt included, on {self._engine.target.device}"
         while True:
             # The time between turns is the consumer's.
             started = time.perf_counter()
-            running = next(turns, None)
+            with memory_explained(asked, WAY_OUT):
+                running = next(turns, None)
             self._seconds += time.perf_counter() - started
             if running is None:
                 return

@@ -15,7 +15,7 @@ from longspec.decoding.device import DeviceRounds, RoundStore, needs_no_host
 from longspec.decoding.loop import DecodeState, Method, decode, start
 from longspec.decoding.methods.make import Drafting, MethodOptions, make_method
 from longspec.decoding.row import Row
-from longspec.models.draft import GlideDraft
+from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.target import Transformer
 from tests.decoding.scripted import tiny_target
 
@@ -32,7 +32,7 @@ METHODS = {
 }
 
 
-def models(device: torch.device) -> tuple[Transformer, Drafting]:
+def models(device: torch.device) -> tuple[Transformer, tuple[GlideDraft, DraftHead]]:
     """A random target and a random draft that uses everything a draft may."""
     target = tiny_target(3, vocab_size=40, num_layers=3, hidden_size=64, head_dim=32).to(device)
     target.attention = choose_backend("triton")

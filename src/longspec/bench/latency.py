@@ -32,7 +32,7 @@ from longspec.decoding.methods.make import DEFAULT_TREE, Drafting, MethodOptions
 from longspec.decoding.methods.vanilla import Vanilla
 from longspec.decoding.row import Row
 from longspec.errors import UserError
-from longspec.models.draft import GlideDraft
+from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.layers import pack_linears
 from longspec.models.placement import (
     check_fits,
@@ -194,15 +194,15 @@ def measure_latency(setting: Setting, on_line: Callable[[Latencies], None] = lam
 
 def _line(
     target: Transformer,
-    drafting: Drafting,
+    drafting: tuple[GlideDraft, DraftHead],
     plan: Callable[[], Plan],
     context: int,
     batch: int,
     run: Latencies,
 ) -> Latency:
     setting, config, device = run.setting, target.config, target.device
-    _let_go(device)
     tree = _tree(drafting, plan, context, batch, setting)
+    _let_go(device)
     assert tree.tree_shape is not None
     capacity = context + (setting.rounds + _WARM_UP + 3) * (len(tree.tree_shape) + 1) + tree.num_nodes
     per_token = config.kv_bytes_per_token(target.dtype.itemsize)
@@ -232,13 +232,19 @@ def _line(
 
 
 def _let_go(device: torch.device) -> None:
-    """Of the last line's cache and graphs, so that their memory counts nowhere else."""
+    """Of the cache and graphs of the last line, or of planning, so that their memory counts nowhere else."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _tree(drafting: Drafting, plan: Callable[[], Plan], context: int, batch: int, setting: Setting) -> Glide:
+def _tree(
+    drafting: tuple[GlideDraft, DraftHead],
+    plan: Callable[[], Plan],
+    context: int,
+    batch: int,
+    setting: Setting,
+) -> Glide:
     options = MethodOptions("tree", tree_shape=setting.tree_shape, max_nodes=setting.max_nodes)
     if setting.auto:
         options = _planned_tree(plan(), context, batch)

@@ -1,17 +1,23 @@
-"""Show a target's size, the KV cache one token takes, and what context fits in this machine's memory.
+"""Show a target's size, and plan the memory of decoding with it: part by part, against this machine's.
 
 Only the config is fetched for a model that is not on disk.
 
   longspec info qwq
-  longspec info ./my-model --dtype bfloat16
+  longspec info llama8b --context 131072 --batch 4 --dtype bfloat16
+  longspec info ./my-model --draft ./my-draft --json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from longspec.cli.arguments import DEFAULT_TARGET
+from longspec.cli.arguments import DEFAULT_TARGET, tree_shape
+
+if TYPE_CHECKING:
+    from longspec.config import DraftConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,17 +27,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offline", action="store_true", help="use only what is on disk")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens of prompt and answer (default: the context limit)"
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="prompts at a time (%(default)s)")
+    parser.add_argument(
+        "--draft", metavar="DRAFT", help="as for generate (default: one of the published architecture)"
+    )
+    parser.add_argument(
+        "--tree-shape", type=tree_shape, metavar="N,N,...", help="nodes per depth (4,16,16,16,16)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from longspec.cache import DraftCache
-    from longspec.config import DraftConfig
-    from longspec.decoding.methods.make import DEFAULT_TREE
+    from longspec.decoding.memory import plan_decoding
+    from longspec.decoding.methods.make import DEFAULT_TREE, MethodOptions
     from longspec.hub import resolve
     from longspec.models.files import read_config
-    from longspec.models.placement import gigabytes, pick_device, pick_dtype, plan_memory
+    from longspec.models.placement import pick_device, pick_dtype, plan_memory
 
     device = pick_device(arguments.device)
     dtype = pick_dtype(arguments.dtype, device)
@@ -40,8 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
     )
     config = read_config(files.folder, files.config)
     limit = files.entry.context if files.entry else config.max_length
-    plan = plan_memory(config, dtype, device)
-    ring = DraftCache.size_of(config, DraftConfig(), sum(DEFAULT_TREE) + 1, dtype)
+    context = _checked("context", limit if arguments.context is None else arguments.context, limit)
+    batch = _checked("batch", arguments.batch)
+    shape = arguments.tree_shape or DEFAULT_TREE
+    MethodOptions("tree", tree_shape=shape)  # refuses what is wrong
+    draft = _draft(arguments)
+    budget = plan_decoding(config, draft, context, batch, shape, dtype, device)
+    fits = min(limit, plan_memory(config, dtype, device).context_that_fits)
     facts = {
         "target": files.name,
         "family": config.family,
@@ -54,25 +74,76 @@ def run(arguments: argparse.Namespace) -> int:
         "context_limit": limit,
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
-        "weights_bytes": plan.weights,
-        "kv_bytes_per_token": plan.kv_per_token,
-        "draft_kv_bytes": ring,
-        "free_bytes": plan.free,
-        "context_that_fits": min(limit, plan.context_that_fits),
+        "kv_bytes_per_token": config.kv_bytes_per_token(dtype.itemsize),
+        "context_that_fits": fits,
+        "context": context,
+        "batch": batch,
+        "tree_shape": list(shape),
+        "needs": asdict(budget.needs) | {"total": budget.needs.total},
+        "free_bytes": budget.free,
+        "device_bytes": budget.device_total,
+        "left_bytes": budget.left,
     }
-    if arguments.json:
-        print(json.dumps(facts))
-        return 0
-    fits = facts["context_that_fits"]
-    print(f"{files.name}: {config.family}, {config.num_parameters / 1e6:,.0f} million parameters")
-    print(
-        f"  shape          {config.num_layers} layers, {config.num_heads} query and {config.num_kv_heads} KV "
-        f"heads of {config.head_dim}, vocabulary {config.vocab_size:,}"
-    )
-    print(f"  weights        {gigabytes(plan.weights)} in {facts['dtype']}")
-    whole = gigabytes(plan.kv_per_token * limit)
-    print(f"  KV cache       {plan.kv_per_token:,} bytes per token, {whole} at the context limit")
-    print(f"  draft KV       {ring:,} bytes for a draft's window and tree, at any context")
-    print(f"  context limit  {limit:,} tokens")
-    print(f"  fits here      {fits:,} tokens ({gigabytes(plan.free)} free on {device})")
+    print(json.dumps(facts) if arguments.json else _report(facts))
     return 0
+
+
+def _checked(name: str, value: int, limit: int | None = None) -> int:
+    from longspec.errors import UserError
+
+    if value < 1:
+        raise UserError(f"--{name} is {value}; it must be at least 1")
+    if limit is not None and value > limit:
+        raise UserError(f"--{name} is {value}; the target's limit is {limit} tokens")
+    return value
+
+
+def _draft(arguments: argparse.Namespace) -> DraftConfig | None:
+    from longspec.config import DraftConfig
+    from longspec.hub import resolve_draft
+    from longspec.models.draft_files import read_draft_config
+
+    if arguments.draft == "none":
+        return None
+    if arguments.draft is None:
+        return DraftConfig()
+    return read_draft_config(resolve_draft(arguments.draft, offline=arguments.offline))
+
+
+def _report(facts: dict[str, Any]) -> str:
+    """The plan for people."""
+    from longspec.models.placement import gigabytes
+
+    needs, device, left = facts["needs"], facts["device"], facts["left_bytes"]
+    per_token = f"{facts['kv_bytes_per_token']:,} bytes per token"
+    rows = f"{facts['batch']} x {facts['context']:,} tokens and a tree"
+    graphs = "reserved for captured rounds" if needs["graphs"] else "nothing: rounds are not replayed here"
+    ring = f"{needs['draft_kv'] // facts['batch']:,} bytes a row, at any context"
+    parts = {
+        "weights": f"in {facts['dtype']}",
+        "kv": f"{rows}, {per_token}",
+        "rope": "its tables",
+        "draft_weights": "",
+        "draft_kv": ring,
+        "graphs": graphs,
+        "working": "reserved for libraries, the activations of a prefill chunk and logits",
+    }
+    lines = [
+        f"{facts['target']}: {facts['family']}, {facts['parameters'] / 1e6:,.0f} million parameters",
+        f"  {facts['layers']} layers, {facts['heads']} query and {facts['kv_heads']} KV heads of "
+        f"{facts['head_dim']}, vocabulary {facts['vocabulary']:,}, context limit {facts['context_limit']:,}",
+        f"Memory on {device}:",
+    ]
+    for name, note in parts.items():
+        lines.append(f"  {name.replace('_', ' '):14} {gigabytes(needs[name]):>9}  {note}".rstrip())
+    lines.append(f"  {'total':14} {gigabytes(needs['total']):>9}")
+    free, whole = gigabytes(facts["free_bytes"]), gigabytes(facts["device_bytes"])
+    verdict = f"{gigabytes(left)} are left" if left >= 0 else f"{gigabytes(-left)} are missing"
+    lines.append(f"  {'free':14} {free:>9}  of {whole}: {verdict}")
+    if left < 0:
+        lines.append(
+            "It does not fit: a shorter --context, a smaller --batch or --dtype, or another --device"
+        )
+    fits = facts["context_that_fits"]
+    lines.append(f"A single prompt and its answer fit here up to {fits:,} tokens, without a draft")
+    return "\n".join(lines)

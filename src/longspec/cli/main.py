@@ -19,7 +19,7 @@ Lossless speculative decoding for long contexts: Llama and Qwen models answer fa
   longspec generate "Why is the sky blue?"      answer once, with the model that comes along
   longspec chat                                 talk to it
   longspec models                               models that have a short name
-  longspec info qwq                             how large a model is, and what context fits here
+  longspec info qwq                             how large a model is, and what memory decoding takes
   longspec data prepare text.jsonl -o data      tokenise text to train a draft on
 """
 
@@ -27,7 +27,7 @@ _COMMANDS = {
     "generate": "answer one prompt",
     "chat": "talk in the terminal",
     "models": "list the models that have a short name",
-    "info": "show a target's size and what context fits in this machine's memory",
+    "info": "show a target's size, and plan the memory of decoding with it",
     "data": "make training data: tokenise text, look at what was made",
     "train": "train a draft for a target",
     "export": "make a draft folder of a training run",

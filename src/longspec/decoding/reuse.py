@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -14,14 +12,17 @@ from longspec.cache import KVCache
 from longspec.decoding.device import RoundStore
 from longspec.decoding.row import Row
 from longspec.errors import UserError
-from longspec.models.placement import free_memory, gigabytes
+from longspec.models.placement import free_memory, gigabytes, memory_explained
 from longspec.models.target import Transformer
 
 # Buffers grow in steps, so that a conversation does not reallocate at every turn.
 _STEP = 1024
 # Left free beside the cache: the activations of a prefill chunk, and the logits.
 _WORKING = 256 * 2**20
-_WAY_OUT = "shorten the prompt, lower max_new_tokens or give fewer prompts at once"
+WAY_OUT = (
+    "shorten the prompt, lower max_new_tokens, give fewer prompts at once, or load the target in a smaller "
+    "dtype or on another device"
+)
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ class PrefixStore:
             room = _room(target, per_entry, held)
             if room < capacity and (old is None or old.capacity < capacity):
                 raise UserError(
-                    f"a KV cache for {capacity - slack} tokens takes {gigabytes(capacity * per_entry)}, but "
-                    f"{target.device} has room for {max(0, room - slack)} tokens; {_WAY_OUT}"
+                    f"a KV cache of {_texts(len(prompts), capacity - slack)} takes "
+                    f"{gigabytes(capacity * per_entry)}, but {target.device} has room for "
+                    f"{max(0, room - slack)} tokens{' each' if len(prompts) > 1 else ''}; {WAY_OUT}"
                 )
             self._held = None
         common = [0]
@@ -82,7 +84,7 @@ class PrefixStore:
                 return old
         held = None
         self.rounds.clear()
-        with _out_of_memory_explained(capacity - slack):
+        with memory_explained(f"a KV cache of {_texts(len(prompts), capacity - slack)}", WAY_OUT):
             # Both are there while the old one is copied into the new one; where there is no room for that,
             # the old one goes first and the prompt is computed anew.
             if old is not None and any(common) and (beside := _room(target, per_entry)) >= capacity:
@@ -114,6 +116,10 @@ def _common_prefix(one: list[int], two: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
 
 
+def _texts(num_rows: int, num_tokens: int) -> str:
+    return f"{num_tokens} tokens" if num_rows == 1 else f"{num_rows} times {num_tokens} tokens"
+
+
 def _rounded(capacity: int, *limits: int) -> int:
     return max(capacity, min(*limits, -(-capacity // _STEP) * _STEP))
 
@@ -122,12 +128,3 @@ def _room(target: Transformer, bytes_per_entry: int, held: _Held | None = None) 
     """Entries that a new cache can have, once `held` is gone."""
     free = free_memory(target.device) + (held.num_bytes if held is not None else 0)
     return max(0, free - _WORKING) // bytes_per_entry
-
-
-@contextlib.contextmanager
-def _out_of_memory_explained(num_tokens: int) -> Iterator[None]:
-    """What the allocators raise, in words for the user."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        raise UserError(f"there is no memory for a KV cache of {num_tokens} tokens; {_WAY_OUT}") from error

@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from longspec.errors import UserError
+from longspec.models.placement import out_of_memory
 
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _SAFETENSORS_TYPES = {
@@ -210,7 +211,9 @@ def _is_entry(name: object, value: object) -> bool:
     return isinstance(name, str) and isinstance(value, torch.Tensor)
 
 
-def _damaged(path: Path, error: Exception) -> UserError:
+def _damaged(path: Path, error: Exception) -> UserError | MemoryError:
+    if out_of_memory(error):
+        return MemoryError(f"there is no memory to read {path}")
     return UserError(f"{path} is truncated or damaged ({_first_line(error)}): fetch it again")
 
 

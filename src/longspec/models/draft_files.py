@@ -132,13 +132,10 @@ def save_draft(
 
 def load_draft(path: Path, target: Transformer, target_name: str) -> LoadedDraft:
     """Read a draft for this target from one of our folders, a published one, or a bare .pth file."""
-    raw: dict[str, Any] = {}
-    if path.is_dir() and (path / "config.json").is_file():
-        raw = read_json(path / "config.json")
-    ours = raw.get("architecture") == ARCHITECTURE
-    if ours:
+    raw = _own_config(path)
+    if raw:
         _check_target(path, raw, target, target_name)
-    config = _read_config(path, raw["draft"]) if ours else PUBLISHED
+    config = read_draft_config(path)
     tensors = _read_tensors(path)
     draft = _build(path, tensors, config, target)
     for name, tensor in draft.named_parameters():
@@ -148,7 +145,20 @@ def load_draft(path: Path, target: Transformer, target_name: str) -> LoadedDraft
                 stacklevel=2,
             )
             break
-    return LoadedDraft(draft, raw.get("target") if ours else None, raw.get("acceptance") or {})
+    return LoadedDraft(draft, raw.get("target"), raw.get("acceptance") or {})
+
+
+def read_draft_config(path: Path) -> DraftConfig:
+    """The architecture of a draft, without its weights."""
+    raw = _own_config(path)
+    return _read_config(path, raw["draft"]) if raw else PUBLISHED
+
+
+def _own_config(path: Path) -> dict[str, Any]:
+    """What config.json says, where it is one of ours; else nothing."""
+    file = path / "config.json"
+    raw = read_json(file) if path.is_dir() and file.is_file() else {}
+    return raw if raw.get("architecture") == ARCHITECTURE else {}
 
 
 def _check_target(path: Path, raw: dict[str, Any], target: Transformer, target_name: str) -> None:

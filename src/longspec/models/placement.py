@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +11,6 @@ import torch
 
 from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError
-from longspec.models.draft import GlideDraft
 
 # Interpreter, libraries, activations of a prefill chunk and the logits.
 OVERHEAD = 700 * 2**20
@@ -75,10 +76,7 @@ def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
 
 def draft_weights(config: ModelConfig, draft: DraftConfig, dtype: torch.dtype) -> int:
     """Bytes of a draft's weights, and of the rows of the target's head that it keeps a copy of."""
-    with torch.device("meta"):
-        layer = GlideDraft(config, draft)
-    weights = sum(weight.numel() for weight in layer.parameters())
-    return (weights + draft.draft_vocab * config.hidden_size) * dtype.itemsize
+    return (draft.num_parameters(config) + draft.draft_vocab * config.hidden_size) * dtype.itemsize
 
 
 def check_fits(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
@@ -114,6 +112,34 @@ def free_memory(device: torch.device) -> int:
     if limit is not None and used is not None:
         free = min(free, limit - used + (_cgroup_inactive_files() or 0))
     return free
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes that the device has, whoever uses them; of a CPU, as far as a container may go."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    limit = _cgroup("memory.max")
+    return min(_meminfo("MemTotal"), limit) if limit is not None else _meminfo("MemTotal")
+
+
+@contextlib.contextmanager
+def memory_explained(asked: str, way_out: str) -> Iterator[None]:
+    """What the allocators raise when memory runs out, in words for the user."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not out_of_memory(error):
+            raise
+        raise UserError(f"there is no memory for {asked}; {way_out}") from error
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether that is what an error means."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    # Of the CPU's allocator, of cuBLAS and of files that are mapped, only the text tells.
+    signs = ("DefaultCPUAllocator", "ALLOC_FAILED", "Cannot allocate memory")
+    return any(sign in str(error) for sign in signs)
 
 
 def _meminfo(field: str) -> int:

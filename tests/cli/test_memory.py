@@ -1,0 +1,100 @@
+"""The memory plan is what is taken, and what does not fit ends in one line that says what to shrink."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from longspec import LongSpec
+from longspec.cache import DraftCache
+from longspec.cli.main import main
+from longspec.config import DraftConfig
+from longspec.models.draft import GlideDraft
+from tests.decoding.scripted import tiny_target
+
+# Runs the command line once for each number of megabytes that it may take beyond what the libraries do: those
+# are there, and used, before the limit is set.
+LIMITED = """
+import os, resource, sys
+import longspec.cli.main as program
+from longspec import LongSpec
+LongSpec.from_pretrained(sys.argv[1], device="cpu", calibrate=False).generate("Hi", max_new_tokens=2)
+for megabytes in sys.argv[2].split(","):
+    if os.fork() == 0:
+        status = open("/proc/self/status").read().splitlines()
+        size = next(int(line.split()[1]) for line in status if line.startswith("VmSize:"))
+        limit = size * 1024 + int(megabytes) * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        os._exit(program.main(sys.argv[3:]))
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 2
+"""
+
+
+def test_the_plan_is_what_is_taken(
+    tiny: LongSpec, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tiny.engine.target
+    config = DraftConfig(window=64, draft_vocab=1000, cross_layers=(0, -1))
+    draft = GlideDraft(target.config, config)
+    draft.initialise(torch.Generator().manual_seed(0))
+    draft.save_pretrained(tmp_path / "draft", target, str(tiny_folder))
+    size = sum(weight.numel() for weight in draft.parameters()) + 1000 * target.config.hidden_size
+    flags = f"--context 500 --batch 3 --tree-shape 2,4 --draft {tmp_path / 'draft'} --dtype float32"
+    assert main(["info", str(tiny_folder), "--device", "cpu", *flags.split(), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    needs = facts["needs"]
+    assert needs["kv"] == target.new_cache(3, 507).num_bytes
+    ring = DraftCache.empty(target.config, config, 3, 7, target.device, target.dtype)
+    assert needs["draft_kv"] == ring.num_bytes
+    assert needs["draft_weights"] == 4 * size
+    assert needs["weights"] == 4 * target.config.num_parameters
+    assert needs["graphs"] == 0, "no rounds are captured on a CPU"
+    target.rope.reserve(507)
+    assert needs["rope"] <= 4 * target.rope.table.numel()
+    total = needs.pop("total")
+    assert total == sum(needs.values())
+    assert facts["left_bytes"] == facts["free_bytes"] - total
+    assert facts["free_bytes"] <= facts["device_bytes"]
+
+
+@pytest.mark.parametrize("use_feature", [False, True])
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_a_drafts_weights_are_counted(use_feature: bool, qkv_bias: bool) -> None:
+    target = tiny_target(num_heads=6, intermediate_size=20).config
+    config = DraftConfig(
+        cross_layers=(0, 1), use_feature=use_feature, qkv_bias=qkv_bias, final_norm=use_feature
+    )
+    built = GlideDraft(target, config)
+    assert config.num_parameters(target) == sum(weight.numel() for weight in built.parameters())
+
+
+def test_what_does_not_fit_is_said(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(tiny_folder), "--device", "cpu", "--batch", str(10**9)]) == 0
+    text = capsys.readouterr().out
+    assert "are missing" in text
+    assert "a shorter --context, a smaller --batch or --dtype, or another --device" in text
+    assert main(["info", str(tiny_folder), "--context", "2049"]) == 2
+    assert "--context is 2049; the target's limit is 2048 tokens" in capsys.readouterr().err
+
+
+def test_running_out_of_memory_says_what_to_shrink(smollm2_folder: Path, tiny_folder: Path) -> None:
+    """Too little for the file, for the weights, and for the KV of 8,000 tokens beside the weights."""
+    flags = "generate --device cpu --dtype float32 --method vanilla --draft none --max-new-tokens 8000 Hi"
+    program = [sys.executable, "-c", LIMITED, str(tiny_folder), "150,700,1300", *flags.split()]
+    result = subprocess.run(
+        program, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 3
+    for line in lines[:2]:
+        assert "there is no memory for the 0.5 GB of smollm2-135m in float32 on cpu" in line
+        assert "a smaller dtype, a smaller target or another device" in line
+    assert "there is no memory for a KV cache of 8031 tokens" in lines[2]
+    assert "lower max_new_tokens" in lines[2]

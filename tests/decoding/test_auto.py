@@ -44,7 +44,7 @@ def test_the_best_gain_for_its_cost_is_picked() -> None:
     assert gain(MethodOptions("tree", tree_shape=(4, 8)), ACCEPTANCE) == pytest.approx(2.6)
     measured = costs(seq_1=1.1, seq_2=1.2, seq_3=1.5, lookup_2=1.1)
     options, prices = plan(measured).pick(300, 1)
-    assert (options.method, options.gamma) == ("seq", 2)
+    assert (options.method, options.gamma, options.min_confidence) == ("seq", 2, 0.2)
     assert [prices(nodes) for nodes in (1, 2, 3, 4)] == [1, 1.1, 1.2, 1.5]
     tree = Costs(measured.times | {"tree 4,8": [(1, 256, 1.25)]})
     assert plan(tree).pick(300, 1)[0].tree_shape == (4, 8)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longspec.decoding.expected import gain, num_nodes, tree_name, tree_named
+from longspec.decoding.expected import chain_length, gain, num_nodes, tree_name, tree_named
 from longspec.decoding.guard import Prices, on_line
 from longspec.decoding.methods.make import MethodOptions
 from longspec.decoding.timing import Times
@@ -19,6 +19,8 @@ TREES = {8: 4, 16: 5, 32: 6, 64: 8}
 # Replayed, a chain costs hardly less than a small tree; on a CPU, nodes are dear.
 REPLAYED_CHAINS = (2, 4)
 MOST_NODES_ON_CPU = 16
+# Between rounds of the host a chain may end where the draft doubts: a pass of the draft is saved.
+MIN_CONFIDENCE = 0.2
 # What verifying a looked-up chain may cost, in steps: what is copied is often right at length, and where it
 # is not, the guard sees to it.
 LOOKUP_COST = 1.6
@@ -53,9 +55,10 @@ def candidates(
     if draft is None:
         return found
     deepest = draft.config.max_lag
+    doubt = 0.0 if replays else MIN_CONFIDENCE
     for gamma in REPLAYED_CHAINS if replays else CHAINS:
         if gamma <= deepest:
-            found[f"seq {gamma}"] = MethodOptions("seq", gamma=gamma)
+            found[f"seq {gamma}"] = MethodOptions("seq", gamma=gamma, min_confidence=doubt)
     trees = [tree_named(name) for name in acceptance.get("trees", {})]
     trees += [_tree(nodes, min(depth, deepest)) for nodes, depth in TREES.items()]
     for tree in trees:
@@ -83,11 +86,14 @@ class Plan:
         """The method, and what its rounds cost."""
         best, speed = MethodOptions("vanilla"), 1.0
         for name, options in self.options.items():
-            ratio = self.costs.ratio(name, context, batch)
-            if ratio is None or options.method == "lookup":
+            if options.method == "lookup" or self.costs.ratio(name, context, batch) is None:
                 continue
-            if gain(options, self.acceptance) / ratio > speed:
-                best, speed = options, gain(options, self.acceptance) / ratio
+            drafted = (
+                chain_length(options, self.acceptance) + 1 if options.method == "seq" else num_nodes(options)
+            )
+            cost = self._prices(options, context, batch)(drafted)
+            if gain(options, self.acceptance) / cost > speed:
+                best, speed = options, gain(options, self.acceptance) / cost
         if best.method == "vanilla":
             for name, options in self.options.items():
                 ratio = self.costs.ratio(name, context, batch)

@@ -59,6 +59,13 @@ def test_what_would_lose_is_not_picked() -> None:
     assert plan(costs(lookup_2=1.1), drafting=False).pick(300, 1)[0].method == "lookup"
 
 
+def test_a_disturbed_measurement_makes_nothing_cheaper_than_it_can_be() -> None:
+    odd = costs(seq_1=1.9, seq_2=1.2, seq_3=0.7, seq_4=1.4)
+    options, prices = plan(odd).pick(300, 1)
+    assert options.gamma == 3
+    assert [prices(nodes) for nodes in (1, 2, 3, 4, 5)] == [1, 1, 1, 1, 1.4]
+
+
 def test_an_unmeasured_draft_is_assumed_to_be_middling() -> None:
     assert gain(MethodOptions("seq", gamma=2), {}) == pytest.approx(1 + 0.6 + 0.36)
     assert plan(costs(seq_2=1.2), acceptance={}).pick(300, 1)[0].method == "seq"
@@ -112,7 +119,7 @@ def test_what_is_replayed_is_timed_as_it_runs() -> None:
     target = tiny_target()
     draft = GlideDraft(target.config, DraftConfig(window=8, max_lag=4))
     draft.initialise(torch.Generator().manual_seed(0))
-    options = candidates(draft, {}, on_cpu=False, replays=True) | candidates(None, {})
+    options = candidates(draft, {}, on_cpu=False, replays=True)
     where = [(1, (8, 32)), (2, (8,))]
     found = measure(target, (draft, DraftHead(target, None)), options, where, replays=True)
     assert set(found) == {"vanilla", *options}

@@ -20,8 +20,8 @@ from longspec.models.placement import free_memory
 from longspec.models.target import Transformer
 
 # Contexts at which rounds are timed, alone; in a batch only the first.
-HOST_CONTEXTS, HOST_BATCHES = (256, 2048), (1, 4)
-REPLAYED_CONTEXTS, REPLAYED_BATCHES = (1024, 4096, 16384, 65536), (1, 4, 16)
+HOST_CONTEXTS, HOST_BATCHES = (256, 2048), (4,)
+REPLAYED_CONTEXTS, REPLAYED_BATCHES = (1024, 4096, 16384, 65536), (4, 16)
 # Rounds that are timed, after one or more that are not.
 HOST_ROUNDS, REPLAYED_ROUNDS = 3, 16
 
@@ -38,10 +38,11 @@ def places(target: Transformer, limit: int, replays: bool) -> list[tuple[int, tu
     batches = REPLAYED_BATCHES if replays else HOST_BATCHES
     per_token = target.config.kv_bytes_per_token(target.dtype.itemsize)
     # Half of what is free: the rounds themselves need some too.
-    room = min(limit, free_memory(target.device) // 2 // per_token)
+    room = free_memory(target.device) // 2 // per_token
     first = min(contexts[0], limit - 1)
-    longer = tuple(context for context in contexts[1:] if context < room)
-    return [(batch, (first, *longer) if batch == 1 else (first,)) for batch in batches]
+    longer = tuple(context for context in contexts[1:] if context < min(limit, room))
+    together = [(batch, (first,)) for batch in batches if batch * first < room]
+    return [(1, (first, *longer)), *together]
 
 
 def measure(
@@ -105,6 +106,8 @@ def _time_replayed(
             for _ in range(REPLAYED_ROUNDS):
                 next(rounds)
             yield name, context, (time.perf_counter() - started) / REPLAYED_ROUNDS
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)  # one round is on its way, and its graph goes now
 
 
 def _time_on_host(

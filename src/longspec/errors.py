@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Iterable, Iterator
+from numbers import Real
 from typing import Any
 
 
@@ -32,6 +34,13 @@ def whole_number(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise UserError(f"{name} is {value!r}; a whole number is needed") from None
+
+
+def number(name: str, value: Any) -> float:
+    """The value as a float, if it is a finite number of any kind."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise UserError(f"{name} is {value!r}; a finite number is needed")
+    return float(value)
 
 
 def whole_numbers(name: str, values: Any) -> list[int]:

@@ -17,7 +17,7 @@ from longspec.decoding.loop import Acceptance, DecodeState, Method, decode, star
 from longspec.decoding.methods.make import Drafting, MethodOptions, make_method
 from longspec.decoding.reuse import WAY_OUT, PrefixStore
 from longspec.decoding.row import Row
-from longspec.errors import UserError, whole_number, whole_numbers
+from longspec.errors import UserError, number, whole_number, whole_numbers
 from longspec.generation import Generation
 from longspec.models.placement import memory_explained
 from longspec.models.target import Transformer
@@ -53,6 +53,7 @@ class Options(TypedDict, total=False):
     tree_shape: Sequence[int]
     max_nodes: int | None
     acceptance: str
+    min_confidence: float
     sinks: int
     window: int
     max_ngram: int
@@ -237,7 +238,9 @@ def method_options(options: Mapping[str, Any]) -> MethodOptions:
     """Those of the options that concern the method, checked."""
     names = {field.name for field in fields(MethodOptions)}
     given = {name: value for name, value in options.items() if name in names and value is not None}
-    for name in given.keys() - {"method", "acceptance", "tree_shape"}:
+    if "min_confidence" in given:
+        given["min_confidence"] = number("min_confidence", given["min_confidence"])
+    for name in given.keys() - {"method", "acceptance", "tree_shape", "min_confidence"}:
         given[name] = whole_number(name, given[name])
     if "tree_shape" in given:
         given["tree_shape"] = tuple(whole_numbers("tree_shape", given["tree_shape"]))

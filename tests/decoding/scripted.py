@@ -38,7 +38,8 @@ class ScriptedGlide(Glide):
         draft = GlideDraft(target.config, DraftConfig(window=16, max_lag=32))
         draft.initialise(torch.Generator().manual_seed(0))
         head = _Pass(target, None)
-        super().__init__(draft, head, shape, options.get("max_nodes"), options.get("draws", False), "tree")
+        chosen = {"max_nodes": None, "draws": False, "name": "tree"} | options
+        super().__init__(draft, head, shape, **chosen)
         self._answers, self._script = answers, script
 
     def _forward(self, state: DecodeState, levels: Any, plan: Any) -> Tensor:

@@ -44,7 +44,7 @@ def test_the_best_gain_for_its_cost_is_picked() -> None:
     assert gain(MethodOptions("tree", tree_shape=(4, 8)), ACCEPTANCE) == pytest.approx(2.6)
     measured = costs(seq_1=1.1, seq_2=1.2, seq_3=1.5, lookup_2=1.1)
     options, prices = plan(measured).pick(300, 1)
-    assert (options.method, options.gamma) == ("seq", 2)
+    assert (options.method, options.gamma, options.min_confidence) == ("seq", 2, 0.2)
     assert [prices(nodes) for nodes in (1, 2, 3, 4)] == [1, 1.1, 1.2, 1.5]
     tree = Costs(measured.times | {"tree 4,8": [(1, 256, 1.25)]})
     assert plan(tree).pick(300, 1)[0].tree_shape == (4, 8)
@@ -57,6 +57,13 @@ def test_what_would_lose_is_not_picked() -> None:
     assert [prices(nodes) for nodes in (1, 3, 4, 5)] == [1, 1.2, pytest.approx(1.3), 1.4]
     assert plan(costs(seq_1=2.0, lookup_2=1.7)).pick(300, 1)[0].method == "vanilla"
     assert plan(costs(lookup_2=1.1), drafting=False).pick(300, 1)[0].method == "lookup"
+
+
+def test_a_disturbed_measurement_makes_nothing_cheaper_than_it_can_be() -> None:
+    odd = costs(seq_1=1.9, seq_2=1.2, seq_3=0.7, seq_4=1.4)
+    options, prices = plan(odd).pick(300, 1)
+    assert options.gamma == 3
+    assert [prices(nodes) for nodes in (1, 2, 3, 4, 5)] == [1, 1, 1, 1, 1.4]
 
 
 def test_an_unmeasured_draft_is_assumed_to_be_middling() -> None:
@@ -112,7 +119,7 @@ def test_what_is_replayed_is_timed_as_it_runs() -> None:
     target = tiny_target()
     draft = GlideDraft(target.config, DraftConfig(window=8, max_lag=4))
     draft.initialise(torch.Generator().manual_seed(0))
-    options = candidates(draft, {}, on_cpu=False, replays=True) | candidates(None, {})
+    options = candidates(draft, {}, on_cpu=False, replays=True)
     where = [(1, (8, 32)), (2, (8,))]
     found = measure(target, (draft, DraftHead(target, None)), options, where, replays=True)
     assert set(found) == {"vanilla", *options}

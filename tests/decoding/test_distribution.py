@@ -35,12 +35,12 @@ def target_and_draft() -> tuple[Transformer, tuple[GlideDraft, DraftHead]]:
     return target, (draft.requires_grad_(False), DraftHead(target, None))
 
 
-def samples(options: MethodOptions) -> Tensor:
-    """SAMPLES answers of PLACES tokens each, to one prompt, under as many seeds."""
+def samples(options: MethodOptions, count: int = SAMPLES, batch: int = ROWS) -> Tensor:
+    """Answers of PLACES tokens each, to one prompt, under as many seeds."""
     target, draft = target_and_draft()
     found = []
-    for first in range(0, SAMPLES, ROWS):
-        rows = [Row(PROMPT, first + row, PLACES) for row in range(ROWS)]
+    for first in range(0, count, batch):
+        rows = [Row(PROMPT, first + row, PLACES) for row in range(batch)]
         method, acceptance = make_method(options, SAMPLING, draft)
         state = prefilled(target, rows, method.num_nodes)
         with torch.inference_mode():
@@ -115,6 +115,13 @@ METHODS: dict[str, dict[str, Any]] = {
 def test_the_targets_distribution_is_kept(name: str, acceptance: str) -> None:
     answers = samples(MethodOptions(**METHODS[name], acceptance=acceptance))
     assert min(p_values(answers)) > UNLIKELY
+
+
+@pytest.mark.full
+def test_a_chain_that_doubt_ends_keeps_the_distribution() -> None:
+    """One row at a time, for rows of a batch take each other along."""
+    options = MethodOptions("seq", gamma=2, min_confidence=0.4, acceptance="rejection")
+    assert min(p_values(samples(options, 3_000, 1))) > UNLIKELY
 
 
 @pytest.mark.parametrize("name", ["chain", "tree"])

@@ -27,7 +27,7 @@ from longspec.decoding.row import Row
 from longspec.decoding.tree import TokenTree
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.target import Transformer
-from tests.decoding.scripted import SCRIPTS, ScriptedGlide, tiny_target
+from tests.decoding.scripted import SCRIPTS, Script, ScriptedGlide, tiny_target
 
 PROMPTS = [
     "Write a haiku about the sea, and then explain each of its lines.",
@@ -197,7 +197,13 @@ def drafting(smollm2: LongSpec, request: pytest.FixtureRequest) -> LongSpec:
 def test_a_random_draft_changes_nothing(drafting: LongSpec, options: dict[str, Any]) -> None:
     prompts = PROMPTS[:2]
     expected = drafting.generate(prompts, max_new_tokens=16, method="vanilla", **options)
-    for method in ({"method": "seq", "gamma": 3}, {"method": "tree"}, {"method": "tree", "max_nodes": 9}):
+    methods: list[dict[str, Any]] = [
+        {"method": "seq", "gamma": 3},
+        {"method": "seq", "gamma": 6, "min_confidence": 0.01},
+        {"method": "tree"},
+        {"method": "tree", "max_nodes": 9},
+    ]
+    for method in methods:
         drafting.reset()
         answers = drafting.generate(prompts, max_new_tokens=16, **method, **options)
         assert [one.token_ids for one in answers] == [one.token_ids for one in expected]
@@ -299,6 +305,7 @@ def test_any_tree_of_any_shape_on_a_tiny_model(
     expected = [row.tokens for row in run(target, prompts, sampling, seed, Vanilla())]
     methods: list[Method] = [
         ScriptedGlide(target, expected, SCRIPTS[script], tuple(shape), max_nodes=max_nodes),
+        ScriptedGlide(target, expected, SCRIPTS[script], (1,) * len(shape), min_confidence=0.3),
         RandomTrees(expected, seed),
         MagicDec(len(shape), sinks=seed % 3, window=1 + seed % 7, draws=False),
         Lookup(len(shape), max_ngram=2, min_ngram=1),
@@ -308,6 +315,40 @@ def test_any_tree_of_any_shape_on_a_tiny_model(
         assert [row.tokens for row in rows] == expected, method.name
         for row in rows:
             check_figures(row)
+
+
+@pytest.mark.parametrize("temperature", ["greedy", "0.7"])
+def test_a_chain_ends_where_the_draft_doubts(temperature: str) -> None:
+    """Behind the first token that it does not know; rows that go on take the others along."""
+    target, sampling = tiny_target(4, vocab_size=4000), TEMPERATURES[temperature]
+    prompts = [[1, 2, 3], [4, 5]]
+    expected = [row.tokens for row in run(target, prompts, sampling, 1, Vanilla(), new=40)]
+    scripts: dict[str, Script] = {
+        "all know": lambda row, place: True,
+        "one knows": lambda row, place: row == 1,
+        "none knows": lambda row, place: False,
+        "at times": lambda row, place: place % 7 not in (2, 5),
+    }
+    drafted: dict[str, list[int]] = {}
+    for name, script in scripts.items():
+        sizes: list[int] = []
+
+        class Noting(ScriptedGlide):
+            def propose(self, state: DecodeState, sizes: list[int] = sizes) -> TokenTree:
+                tree = super().propose(state)
+                sizes.append(tree.num_nodes)
+                return tree
+
+        plain = run(target, prompts, sampling, 1, ScriptedGlide(target, expected, script, (1,) * 5), new=40)
+        method = Noting(target, expected, script, (1,) * 5, min_confidence=0.99)
+        rows = run(target, prompts, sampling, 1, method, new=40)
+        assert [row.tokens for row in rows] == expected
+        assert [row.depths for row in rows] == [row.depths for row in plain], "only what is wrong is missing"
+        drafted[name] = sizes
+    assert set(drafted["all know"]) == {6}
+    assert set(drafted["none knows"]) == {2}
+    assert {2, 6} <= set(drafted["one knows"]) <= {2, 6}, "the one that knows ends first"
+    assert {3, 4} <= set(drafted["at times"]) <= {2, 3, 4, 5}
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "magicdec"])
@@ -354,6 +395,8 @@ def decoded_alone(target: Transformer, prompt: list[int]) -> list[int]:
         ({"method": "tree", "tree_shape": (600,)}, "601 nodes"),
         ({"method": "tree", "tree_shape": (1,) * 9}, "a depth of 9"),
         ({"method": "tree", "max_nodes": 1}, "max_nodes is 1"),
+        ({"method": "seq", "min_confidence": 1.5}, "min_confidence is 1.5"),
+        ({"method": "seq", "min_confidence": "high"}, "min_confidence is 'high'"),
         ({"method": "magicdec", "window": 0}, "window is 0"),
         ({"method": "seq", "acceptance": "hopeful"}, "'hopeful' is unknown"),
     ],

@@ -91,6 +91,12 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "--acceptance",
         help="coupled: the same tokens as vanilla (default); rejection: the same distribution when sampling",
     )
+    group.add_argument(
+        "--min-confidence",
+        type=float,
+        metavar="P",
+        help="seq: end the chain behind a token to which the draft gives less than this (0: never)",
+    )
     group.add_argument("--sinks", type=int, metavar="N", help="magicdec: entries seen at the beginning (4)")
     group.add_argument("--window", type=int, metavar="N", help="magicdec: entries seen at the end (512)")
     group.add_argument("--max-ngram", type=int, metavar="N", help="lookup: longest run matched (3)")

@@ -6,19 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longspec.decoding.expected import gain, num_nodes, tree_name, tree_named
+from longspec.decoding.expected import chain_length, gain, num_nodes, tree_name, tree_named
 from longspec.decoding.guard import Prices, on_line
 from longspec.decoding.methods.make import MethodOptions
 from longspec.decoding.timing import Times
 from longspec.models.draft import GlideDraft
 
-CHAINS = (1, 2, 3, 4, 6, 8)
+CHAINS = (1, 2, 3, 4, 6)
 LOOKUPS = (2, 4, 7)
 # Trees by their nodes, and how deep: a larger one has more to gain from depth.
 TREES = {8: 4, 16: 5, 32: 6, 64: 8}
 # Replayed, a chain costs hardly less than a small tree; on a CPU, nodes are dear.
 REPLAYED_CHAINS = (2, 4)
 MOST_NODES_ON_CPU = 16
+# Between rounds of the host a chain may end where the draft doubts: a pass of the draft is saved.
+MIN_CONFIDENCE = 0.2
 # What verifying a looked-up chain may cost, in steps: what is copied is often right at length, and where it
 # is not, the guard sees to it.
 LOOKUP_COST = 1.6
@@ -33,7 +35,8 @@ class Costs:
     def ratio(self, candidate: str, context: int, batch: int) -> float | None:
         """A candidate's round against a vanilla step; None where it was not measured."""
         one, step = (self._seconds(name, context, batch) for name in (candidate, "vanilla"))
-        return one / step if one and step else None
+        # Nothing is faster than the target alone: where it seemed so, something else held that up.
+        return max(one / step, 1.0) if one and step else None
 
     def _seconds(self, name: str, context: int, batch: int) -> float | None:
         """At this context, of the largest batch that was measured up to this one."""
@@ -53,9 +56,10 @@ def candidates(
     if draft is None:
         return found
     deepest = draft.config.max_lag
+    doubt = 0.0 if replays else MIN_CONFIDENCE
     for gamma in REPLAYED_CHAINS if replays else CHAINS:
         if gamma <= deepest:
-            found[f"seq {gamma}"] = MethodOptions("seq", gamma=gamma)
+            found[f"seq {gamma}"] = MethodOptions("seq", gamma=gamma, min_confidence=doubt)
     trees = [tree_named(name) for name in acceptance.get("trees", {})]
     trees += [_tree(nodes, min(depth, deepest)) for nodes, depth in TREES.items()]
     for tree in trees:
@@ -83,11 +87,14 @@ class Plan:
         """The method, and what its rounds cost."""
         best, speed = MethodOptions("vanilla"), 1.0
         for name, options in self.options.items():
-            ratio = self.costs.ratio(name, context, batch)
-            if ratio is None or options.method == "lookup":
+            if options.method == "lookup" or self.costs.ratio(name, context, batch) is None:
                 continue
-            if gain(options, self.acceptance) / ratio > speed:
-                best, speed = options, gain(options, self.acceptance) / ratio
+            drafted = (
+                chain_length(options, self.acceptance) + 1 if options.method == "seq" else num_nodes(options)
+            )
+            cost = self._prices(options, context, batch)(drafted)
+            if gain(options, self.acceptance) / cost > speed:
+                best, speed = options, gain(options, self.acceptance) / cost
         if best.method == "vanilla":
             for name, options in self.options.items():
                 ratio = self.costs.ratio(name, context, batch)
@@ -96,11 +103,17 @@ class Plan:
         return best, self._prices(best, context, batch)
 
     def _prices(self, picked: MethodOptions, context: int, batch: int) -> Prices:
-        """By nodes: of a chain at every length that was measured, of a tree at its own size."""
-        points = []
+        """By nodes: of a chain at every length that was measured, of a tree at its own size.
+
+        What else a machine does can only make a round seem slower. So one costs no more than a longer one.
+        """
+        points: list[tuple[int, float]] = []
         for name, options in self.options.items():
             ratio = self.costs.ratio(name, context, batch)
             alike = options.method == picked.method and (options == picked or options.method != "tree")
             if alike and ratio is not None:
                 points.append((num_nodes(options), ratio))
-        return Prices(tuple(sorted(points)))
+        points.sort()
+        return Prices(
+            tuple((nodes, min(cost for _, cost in points[at:])) for at, (nodes, _) in enumerate(points))
+        )

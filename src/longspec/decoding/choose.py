@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longspec.errors import UserError
+from longspec.errors import UserError, number
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-                raise UserError(f"{field.name} is {value!r}; a finite number is needed")
+            number(field.name, getattr(self, field.name))
         if self.temperature < 0:
             raise UserError(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
         if self.top_k < 0 or self.top_k != int(self.top_k):

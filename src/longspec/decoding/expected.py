@@ -20,6 +20,9 @@ ASSUMED = 0.6
 # of SmolLM2 whose chains of 4 and trees of 64 nodes were both measured.
 BRANCHING = 0.3
 
+# Of the tokens that are not accepted, so many the draft itself doubts.
+SEEN_COMING = 0.5
+
 
 def num_nodes(options: MethodOptions) -> int:
     """Most nodes of a round, the root counted."""
@@ -59,6 +62,14 @@ def chain_rates(acceptance: Mapping[str, Any], depth: int) -> list[float]:
     """The chance at each depth that a chain's token is accepted if all before it were."""
     rates = _rates(acceptance.get("chain") or [ASSUMED])
     return (rates + rates[-1:] * depth)[:depth]
+
+
+def chain_length(options: MethodOptions, acceptance: Mapping[str, Any]) -> float:
+    """Tokens that a chain is expected to draft, of at most gamma, where doubt ends it."""
+    if not options.min_confidence:
+        return options.gamma
+    goes_on = [1 - SEEN_COMING * (1 - rate) for rate in chain_rates(acceptance, options.gamma)]
+    return sum(math.prod(goes_on[:depth]) for depth in range(options.gamma))
 
 
 def _rates(accepted: Sequence[float]) -> list[float]:

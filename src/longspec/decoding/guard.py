@@ -16,8 +16,8 @@ class Prices:
     points: tuple[tuple[int, float], ...]
     """(nodes, cost) as far as it was measured, fewest nodes first; a lone root costs 1."""
 
-    def __call__(self, num_nodes: int) -> float:
-        """The cost of a round with so many nodes."""
+    def __call__(self, num_nodes: float) -> float:
+        """The cost of a round with so many nodes, or so many on average."""
         return on_line(((1, 1.0), *self.points), num_nodes)
 
 

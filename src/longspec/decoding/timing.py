@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -20,10 +20,10 @@ from longspec.models.placement import free_memory
 from longspec.models.target import Transformer
 
 # Contexts at which rounds are timed, alone; in a batch only the first.
-HOST_CONTEXTS, HOST_BATCHES = (256, 2048), (1, 4)
-REPLAYED_CONTEXTS, REPLAYED_BATCHES = (1024, 4096, 16384, 65536), (1, 4, 16)
+HOST_CONTEXTS, HOST_BATCHES = (256, 2048), (4,)
+REPLAYED_CONTEXTS, REPLAYED_BATCHES = (1024, 4096, 16384, 65536), (4, 16)
 # Rounds that are timed, after one or more that are not.
-HOST_ROUNDS, REPLAYED_ROUNDS = 4, 16
+HOST_ROUNDS, REPLAYED_ROUNDS = 3, 16
 
 Times = dict[str, list[tuple[int, int, float]]]
 """By name: (batch, context, seconds of a round)."""
@@ -38,10 +38,11 @@ def places(target: Transformer, limit: int, replays: bool) -> list[tuple[int, tu
     batches = REPLAYED_BATCHES if replays else HOST_BATCHES
     per_token = target.config.kv_bytes_per_token(target.dtype.itemsize)
     # Half of what is free: the rounds themselves need some too.
-    room = min(limit, free_memory(target.device) // 2 // per_token)
+    room = free_memory(target.device) // 2 // per_token
     first = min(contexts[0], limit - 1)
-    longer = tuple(context for context in contexts[1:] if context < room)
-    return [(batch, (first, *longer) if batch == 1 else (first,)) for batch in batches]
+    longer = tuple(context for context in contexts[1:] if context < min(limit, room))
+    together = [(batch, (first,)) for batch in batches if batch * first < room]
+    return [(1, (first, *longer)), *together]
 
 
 def measure(
@@ -55,17 +56,18 @@ def measure(
     """Time a round of every candidate and of vanilla at each of the `places`."""
     timed = {"vanilla": MethodOptions("vanilla"), **options}
     found: Times = {name: [] for name in timed}
-    slack = max(_slack(_method(one, draft)) for one in timed.values())
     for batch, contexts in where:
+        # What a method keeps is made for one batch.
+        methods = {name: _method(one, draft) for name, one in timed.items()}
+        slack = max(_slack(method) for method in methods.values())
         cache = target.new_cache(batch, contexts[-1] + slack)
         cache.keys.zero_()
         cache.values.zero_()
         target.rope.reserve(cache.capacity)
-        for name, one in timed.items():
-            method = _method(one, draft)
-            clock = _Clock(target, cache, method, replays and method.device_key is not None)
-            for context in contexts:
-                found[name].append((batch, context, clock.seconds(context)))
+        time_all = _time_replayed if replays else _time_on_host
+        with torch.inference_mode():
+            for name, context, seconds in time_all(target, cache, methods, contexts):
+                found[name].append((batch, context, seconds))
                 on_measured(1)
     return found
 
@@ -73,7 +75,8 @@ def measure(
 def _method(options: MethodOptions, draft: Drafting | None) -> Method:
     if options.method == "lookup":
         return _Chain(options.gamma)
-    return make_method(options, Sampling(), draft)[0]
+    # A chain is timed in full: where it ends early, it costs what a shorter one does.
+    return make_method(replace(options, min_confidence=0.0), Sampling(), draft)[0]
 
 
 def _slack(method: Method) -> int:
@@ -81,44 +84,49 @@ def _slack(method: Method) -> int:
     return (REPLAYED_ROUNDS + 8) * width_of(method) + method.num_nodes
 
 
-class _Clock:
-    """Times the rounds of one method over one cache; what is captured is captured once for all contexts."""
+def _state(target: Transformer, cache: KVCache, context: int) -> DecodeState:
+    """Behind so many tokens, none of which mean anything."""
+    rows = [Row([1] * context, 0, cache.capacity - context) for _ in range(cache.num_rows)]
+    cache.lengths.fill_(context)
+    return start(target, cache, rows, Sampling())
 
-    def __init__(self, target: Transformer, cache: KVCache, method: Method, replayed: bool) -> None:
-        self._target, self._cache, self._method = target, cache, method
-        self._replayed = replayed
-        self._rounds: DeviceRounds | None = None
 
-    def seconds(self, context: int) -> float:
-        """Of one round behind so many tokens, none of which mean anything."""
-        new = self._cache.capacity - context
-        rows = [Row([1] * context, 0, new) for _ in range(self._cache.num_rows)]
-        state = start(self._target, self._cache, rows, Sampling())
-        with torch.inference_mode():
-            self._cache.lengths.fill_(context)
-            return self._replay(state) if self._replayed else self._run(state, context)
-
-    def _replay(self, state: DecodeState) -> float:
-        if self._rounds is None:
-            self._rounds = DeviceRounds(state, self._method)
-        rounds = self._rounds.run(state)
-        for _ in range(4):
-            next(rounds)
-        started = time.perf_counter()
-        for _ in range(REPLAYED_ROUNDS):
-            next(rounds)
-        return (time.perf_counter() - started) / REPLAYED_ROUNDS
-
-    def _run(self, state: DecodeState, context: int) -> float:
-        self._method.begin(state)
-        times = []
-        for _ in range(HOST_ROUNDS + 1):
+def _time_replayed(
+    target: Transformer, cache: KVCache, methods: Mapping[str, Method], contexts: Sequence[int]
+) -> Iterator[tuple[str, int, float]]:
+    """Method by method, for what is captured serves all contexts, and takes memory while it is there."""
+    for name, method in methods.items():
+        assert method.device_key is not None, name
+        captured = DeviceRounds(_state(target, cache, contexts[0]), method)
+        for context in contexts:
+            rounds = captured.run(_state(target, cache, context))
+            for _ in range(4):
+                next(rounds)
             started = time.perf_counter()
-            run_round(state, self._method, accept_coupled)
-            times.append(time.perf_counter() - started)
-            self._cache.lengths.fill_(context)
-        # The first has the set-up of kernels in it; of the rest the fastest is the least disturbed.
-        return min(statistics.median(times[1:]), min(times[1:]) * 1.2)
+            for _ in range(REPLAYED_ROUNDS):
+                next(rounds)
+            yield name, context, (time.perf_counter() - started) / REPLAYED_ROUNDS
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)  # one round is on its way, and its graph goes now
+
+
+def _time_on_host(
+    target: Transformer, cache: KVCache, methods: Mapping[str, Method], contexts: Sequence[int]
+) -> Iterator[tuple[str, int, float]]:
+    """By turns, so that what else the machine does disturbs all alike; the least disturbed turn counts."""
+    for context in contexts:
+        states = {name: _state(target, cache, context) for name in methods}
+        times: dict[str, list[float]] = {name: [] for name in methods}
+        for name, method in methods.items():
+            method.begin(states[name])
+        for _ in range(HOST_ROUNDS + 1):
+            for name, method in methods.items():
+                started = time.perf_counter()
+                run_round(states[name], method, accept_coupled)
+                times[name].append(time.perf_counter() - started)
+                cache.lengths.fill_(context)
+        for name, seconds in times.items():
+            yield name, context, min(seconds[1:])  # the first has the set-up of kernels in it
 
 
 class _Chain:

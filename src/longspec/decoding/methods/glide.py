@@ -33,6 +33,10 @@ class Glide:
 
     The best nodes of a whole level are kept by cumulative log-probability. For `rejection` (`draws`) that
     would bias the draw, so each node gets a fixed number of children there, and nothing is pruned.
+
+    With `min_confidence` a chain ends behind the first token to which the draft itself gives less: what
+    would follow is hardly ever accepted. The doubted token stays, for it is drafted already; and to leave out
+    what was drawn because of what it is would bias the draw.
     """
 
     def __init__(
@@ -43,18 +47,20 @@ class Glide:
         max_nodes: int | None,
         draws: bool,
         name: str,
+        min_confidence: float = 0.0,
     ) -> None:
+        assert not min_confidence or max(tree_shape) == 1, "only a chain can end early"
         self.name = name
         if draws:
             tree_shape, max_nodes = _drawn_shape(tree_shape), None
         self.tree_shape: tuple[int, ...] | None = tree_shape
         self._shape = tree_shape
         self._draft, self._head = draft, head
-        self._draws = draws
+        self._draws, self._min_confidence = draws, min_confidence
         self._max_nodes = max_nodes or sum(tree_shape) + 1
         self.num_nodes = min(self._max_nodes, sum(tree_shape) + 1)
         key = (name, tree_shape, max_nodes, id(draft))
-        self.device_key: tuple[Hashable, ...] | None = None if draws else key
+        self.device_key: tuple[Hashable, ...] | None = None if draws or min_confidence else key
         self._layers = draft.config.layers_of(draft.target_config)
         self.ring: DraftCache | None = None
 
@@ -96,6 +102,7 @@ class Glide:
         levels = [_Level(state.roots[:, None], zero, zero.float())]
         plan = state.target.attention.plan(state.cache.lengths, 1)
         proposals: list[Tensor] = []
+        sure = [not row.finished for row in state.rows]
         for depth in range(len(self._shape)):
             logits = self._head(self._forward(state, levels, plan))
             if self._draws:
@@ -104,6 +111,13 @@ class Glide:
             else:
                 level = self._best_level(state, levels, logits, depth)
             levels.append(level)
+            if self._min_confidence:
+                confidence = self._confidence(levels, proposals)
+                sure = [
+                    held and one >= self._min_confidence for held, one in zip(sure, confidence, strict=True)
+                ]
+                if not any(sure):
+                    break
         tokens = torch.cat([level.tokens for level in levels], 1)
         parents = torch.cat([level.parents for level in levels], 1)
         if self._draws:
@@ -111,6 +125,19 @@ class Glide:
             return TokenTree(tokens, parents, torch.cat(proposals, 1))
         scores = torch.cat([level.scores for level in levels], 1)
         return TokenTree(tokens, parents).pruned(scores, self._max_nodes)
+
+    def _confidence(self, levels: list[_Level], proposals: list[Tensor]) -> list[float]:
+        """The draft's own probability of the newest token of each row's chain.
+
+        When sampling, that of its logits with the noise: how clearly the token stands out there tells how
+        likely the target is to choose it as well.
+        """
+        if self._draws:
+            chances = proposals[-1][:, 0].gather(1, levels[-1].tokens)
+        else:
+            chances = (levels[-1].scores - levels[-2].scores).exp()
+        found: list[float] = chances[:, 0].tolist()
+        return found
 
     def _append(self, state: DecodeState, tokens: Tensor, counts: Tensor, end: Tensor) -> None:
         """Bring committed tokens [B, T], the first `counts` [B] that end before `end` [B], into the ring."""

@@ -39,6 +39,8 @@ class MethodOptions:
     sinks: int = 4
     window: int = 512
     """What magicdec's draft sees of the prefix: its first and its last entries."""
+    min_confidence: float = 0.0
+    """seq ends its chain behind the first token to which the draft gives less than this; 0 never does."""
     max_ngram: int = 3
     """Longest run of tokens that lookup matches."""
 
@@ -60,6 +62,11 @@ class MethodOptions:
             )
         if self.max_nodes is not None and self.max_nodes < 2:
             raise UserError(f"max_nodes is {self.max_nodes}; it must be at least 2: the root and one more")
+        if not 0 <= self.min_confidence < 1:
+            raise UserError(
+                f"min_confidence is {self.min_confidence}; it must be 0 (a chain is never ended) or above, "
+                "and less than 1"
+            )
         if self.sinks < 0:
             raise UserError(f"sinks is {self.sinks}; it must be 0 or more")
         if self.window < 1:
@@ -96,4 +103,5 @@ def _make(options: MethodOptions, draft: Drafting | None, draws: bool) -> Method
         raise UserError(
             f"a depth of {len(shape)} is asked for, but the draft was trained to draft {limit} deep"
         )
-    return Glide(*draft, shape, options.max_nodes, draws, options.method)
+    confidence = options.min_confidence if options.method == "seq" else 0.0
+    return Glide(*draft, shape, options.max_nodes, draws, options.method, confidence)

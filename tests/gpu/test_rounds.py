@@ -13,7 +13,7 @@ from longspec.decoding.accept import accept_coupled
 from longspec.decoding.choose import Sampling
 from longspec.decoding.device import DeviceRounds, RoundStore, needs_no_host
 from longspec.decoding.loop import DecodeState, Method, decode, start
-from longspec.decoding.methods.make import Drafting, MethodOptions, make_method
+from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.row import Row
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.target import Transformer

@@ -28,7 +28,7 @@ from longspec.decoding.device import DeviceRounds
 from longspec.decoding.expected import gain
 from longspec.decoding.loop import DecodeState, Method, host_rounds, start
 from longspec.decoding.methods.glide import Glide
-from longspec.decoding.methods.make import DEFAULT_TREE, Drafting, MethodOptions, make_method
+from longspec.decoding.methods.make import DEFAULT_TREE, MethodOptions, make_method
 from longspec.decoding.methods.vanilla import Vanilla
 from longspec.decoding.row import Row
 from longspec.errors import UserError

@@ -44,7 +44,7 @@ def _key(target: Transformer, draft: Drafting | None, names: list[str]) -> str:
     """Everything that a measured time depends on."""
     facts = [
         *(__version__, torch.__version__, repr(target.config), str(target.dtype), names),
-        repr(draft[0].config) if draft else None,
+        (repr(draft[0].config), type(draft[0].qkv).__name__) if draft else None,
         device_name(target.device),
         torch.get_num_threads(),
     ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from longspec.decoding.accept import accept_coupled
 from longspec.decoding.choose import Sampling
 from longspec.decoding.loop import Acceptance, Method
+from longspec.decoding.methods.chain import Chain
 from longspec.decoding.methods.glide import Glide
 from longspec.decoding.methods.lookup import Lookup
 from longspec.decoding.methods.magicdec import MagicDec
@@ -93,4 +94,6 @@ def _make(options: MethodOptions, draft: tuple[GlideDraft, DraftHead] | None, dr
         raise UserError(
             f"a depth of {len(shape)} is asked for, but the draft was trained to draft {limit} deep"
         )
+    if options.method == "seq" and not draws and draft[0].self_norm.weight.device.type == "cpu":
+        return Chain(*draft, options.gamma, options.max_nodes)
     return Glide(*draft, shape, options.max_nodes, draws, options.method)

@@ -21,6 +21,7 @@ from longspec.models.checkpoint import WeightFiles
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.draft_files import load_draft
 from longspec.models.files import eos_ids, read_config, read_generation_config
+from longspec.models.int8 import check_draft_dtype, round_linears, wants_int8
 from longspec.models.layers import pack_linears
 from longspec.models.load import load_target
 from longspec.models.placement import check_fits, gigabytes, memory_explained, pick_device, pick_dtype
@@ -56,6 +57,7 @@ class LongSpec:
         progress: bool = False,
         calibrate: bool = True,
         attention: str = "auto",
+        draft_dtype: str = "auto",
     ) -> LongSpec:
         """Load a target by short name, hub id, folder or .gguf file, and a draft by hub id, folder or .pth.
 
@@ -65,9 +67,11 @@ class LongSpec:
         dtype and device are torch's, or their names; "auto" is bfloat16 on a GPU and float32 on a CPU.
         max_length bounds prompt plus answer; the default is what the model was made for. The first request
         with method "auto" measures this machine, once, unless `calibrate` is off. attention names a backend:
-        "triton", on a GPU, also replays whole rounds as CUDA graphs, and is new.
+        "triton", on a GPU, also replays whole rounds as CUDA graphs, and is new. draft_dtype "int8" rounds
+        the draft's weights, which "auto" does on a CPU; "target" leaves them in the target's type.
         """
         backend = choose_backend(attention)
+        check_draft_dtype(draft_dtype)  # told before a long load
         target, place = name_of("target", target), pick_device(device)
         kind = pick_dtype(dtype, place)
         find = partial(hub.resolve, target, revision=revision, offline=offline, progress=progress)
@@ -98,7 +102,8 @@ class LongSpec:
             path = hub.resolve_draft(wanted, offline=offline, progress=progress)
             with memory_explained(f"the draft {wanted} beside {target} on {place}", _SMALLER):
                 loaded = load_draft(path, model, files.name)
-                drafting, acceptance = prepare_draft(loaded.draft, model), loaded.acceptance
+                drafting = prepare_draft(loaded.draft, model, draft_dtype)
+            acceptance = loaded.acceptance
         plan = cache(partial(plan_for, model, drafting, acceptance, limit, progress))
         return cls(
             Engine(
@@ -214,11 +219,16 @@ def name_of(what: str, given: Any) -> str:
     return name
 
 
-def prepare_draft(draft: GlideDraft, target: Transformer) -> tuple[GlideDraft, DraftHead]:
+def prepare_draft(
+    draft: GlideDraft, target: Transformer, draft_dtype: str = "auto"
+) -> tuple[GlideDraft, DraftHead]:
     """A draft ready to decode with, and the target's head as it uses it."""
     draft.requires_grad_(False).eval()
+    int8 = wants_int8(draft_dtype, draft)
+    if int8:
+        round_linears(draft)
     pack_linears(draft)
-    return draft, DraftHead(target, draft.vocab_ids)
+    return draft, DraftHead(target, draft.vocab_ids, int8)
 
 
 def _read_defaults(folder: Path) -> Sampling:

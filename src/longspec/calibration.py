@@ -51,7 +51,7 @@ def _key(target: Transformer, draft: Drafting | None, what: list[Any]) -> str:
     """What is measured, and everything that the times depend on."""
     facts = [
         *(__version__, torch.__version__, repr(target.config), str(target.dtype), what),
-        repr(draft[0].config) if draft else None,
+        (repr(draft[0].config), type(draft[0].qkv).__name__) if draft else None,
         type(target.attention).__name__,
         device_name(target.device),
         torch.get_num_threads(),

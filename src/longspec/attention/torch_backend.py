@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,32 @@ from longspec.attention.base import AttentionPlan, merge
 
 # Chains up to here are masked like trees: one call for all heads, where a causal one takes one per head.
 _SHORT = 64
+# Up to so many entries one mask covers prefix and new tokens; beyond, reading it costs more than a merge.
+_LARGEST_BIAS = 2**18
+
+
+@dataclass(frozen=True)
+class _Plan(AttentionPlan):
+    """With the masks that its layers share."""
+
+    biases: dict[int, Tensor] = field(default_factory=dict)
+
+    def whole_bias(self, row: int, q: Tensor, groups: int) -> Tensor | None:
+        """What is added to a row's scores [T * G, S] over its whole prefix and the new tokens.
+
+        None where two calls are better: on a GPU, over a long prefix, or over parts of it.
+        """
+        length, T = self.host_lengths[row], self.num_new
+        if self.tree is None or q.device.type != "cpu" or self.ranges(row) != [(0, length)]:
+            return None
+        if T * groups * (length + T) > _LARGEST_BIAS:
+            return None
+        if row not in self.biases:
+            tree = self.tree if self.tree.ndim == 2 else self.tree[row]
+            bias = q.new_zeros(T, length + T)
+            bias[:, length:].masked_fill_(~tree, -torch.inf)
+            self.biases[row] = bias.repeat_interleave(groups, 0)
+        return self.biases[row]
 
 
 class TorchAttention:
@@ -34,7 +62,7 @@ class TorchAttention:
         """See `Attention.plan`. Attention will read the lengths on the host, once per forward pass."""
         if tree is None and 1 < num_new <= _SHORT:
             tree = torch.ones(num_new, num_new, dtype=torch.bool, device=lengths.device).tril()
-        return AttentionPlan(lengths, num_new, tree, sinks, window)
+        return _Plan(lengths, num_new, tree, sinks, window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """See `Attention.attend`."""
@@ -42,6 +70,10 @@ class TorchAttention:
         for row, length in enumerate(plan.host_lengths):
             query, end = q[row], length + plan.num_new
             ranges = plan.ranges(row)
+            bias = plan.whole_bias(row, q, q.shape[2] // k.shape[1]) if isinstance(plan, _Plan) else None
+            if bias is not None:
+                rows.append(_biased(query, k[row, :, :end], v[row, :, :end], bias))
+                continue
             if plan.num_new == 1:
                 # The one new token is like one more of the prefix: a part that ends there takes it along.
                 start = ranges.pop()[0] if ranges else length
@@ -60,11 +92,13 @@ class TorchAttention:
         """See `Attention.prefix`."""
         rows = []
         for row in range(len(plan.host_lengths)):
-            nothing = q.new_full(q.shape[1:3], -torch.inf, dtype=torch.float32)
-            result = (torch.zeros_like(q[row]), nothing)
-            for index, (start, stop) in enumerate(plan.ranges(row)):
+            result = None
+            for start, stop in plan.ranges(row):
                 part = _unmasked(q[row], k[row, :, start:stop], v[row, :, start:stop])
-                result = merge(part, result) if index else part
+                result = merge(part, result) if result else part
+            if result is None:
+                nothing = q.new_full(q.shape[1:3], -torch.inf, dtype=torch.float32)
+                result = (torch.zeros_like(q[row]), nothing)
             rows.append(result)
         return _stack(rows)
 
@@ -90,7 +124,12 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tens
     """The same with a mask [T, S] that says which keys each query sees; it must see one at least."""
     groups = q.shape[1] // k.shape[0]
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
-    out, lse = _flash(_fold(q, k.shape[0]), k, v, bias.repeat_interleave(groups, 0))
+    return _biased(q, k, v, bias.repeat_interleave(groups, 0))
+
+
+def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with what is added to the scores, [T * G, S]."""
+    out, lse = _flash(_fold(q, k.shape[0]), k, v, bias)
     return _unfold(out, q.shape), _unfold(lse, q.shape[:2])
 
 

@@ -75,6 +75,11 @@ class DraftCache:
         self.keys[rows, :, entries] = k
         self.values[rows, :, entries] = v
 
+    def get(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values [B, T, K, D] in `entries` [B, T], as `put` takes them."""
+        rows = torch.arange(entries.shape[0], device=entries.device)[:, None]
+        return self.keys[rows, :, entries], self.values[rows, :, entries]
+
     def node_entries(self, first: int, count: int) -> Tensor:
         """The entries [B, count] of the tree's nodes first, first + 1, ..., behind the ring."""
         places = torch.arange(self.window + first, self.window + first + count, device=self.keys.device)

@@ -79,6 +79,12 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DRAFT",
         help="draft folder, .pth file or hub id (default: the short name's; 'none' for none)",
     )
+    group.add_argument(
+        "--draft-dtype",
+        default="auto",
+        metavar="TYPE",
+        help="of the draft's weights: int8, target (as the target's), or auto: int8 on a CPU (default)",
+    )
     group.add_argument("--gamma", type=int, metavar="N", help="chain length of seq, magicdec, lookup (4)")
     group.add_argument(
         "--tree-shape",
@@ -131,6 +137,7 @@ def load(arguments: argparse.Namespace) -> LongSpec:
         progress=True,
         calibrate=arguments.calibrate,
         attention=arguments.attention,
+        draft_dtype=arguments.draft_dtype,
     )
 
 

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vanilla.add_argument("--context", type=int, default=512, metavar="N", help="prompt tokens (%(default)s)")
     vanilla.add_argument("--new-tokens", type=int, default=48, metavar="N", help="tokens made (%(default)s)")
     vanilla.add_argument("--repeats", type=int, default=5, metavar="N", help="timed runs each (%(default)s)")
-    vanilla.set_defaults(draft="none", calibrate=False)
+    vanilla.set_defaults(draft="none", draft_dtype="auto", calibrate=False)
     for name, (add, _, about) in _KINDS.items():
         add(kinds.add_parser(name, help=about))
     vanilla.add_argument("--json", action="store_true", help="print JSON")

@@ -116,6 +116,7 @@ def _add_run(parser: argparse.ArgumentParser, max_new_tokens: int, repeats: int)
         help="the run's folder; one that was broken off goes on (default: a new one in outputs/)",
     )
     parser.add_argument("--draft", metavar="DRAFT", help="as for generate")
+    parser.add_argument("--draft-dtype", default="auto", metavar="TYPE", help="as for generate")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"

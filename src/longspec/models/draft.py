@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from os import PathLike, fspath
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError
+from longspec.models.int8 import Int8Linear
 from longspec.models.layers import FeedForward, Linear, PackedLinear, RMSNorm, scores
 from longspec.models.rope import rotate
 from longspec.models.target import Transformer
@@ -134,18 +137,28 @@ class GlideDraft(nn.Module):
         `feature` [B, T or 1, E] is the target's final hidden state at each query's newest verified token.
         """
         out = attention.attend_self(*self.project(x, rope))
-        x, queries = self.query(x, out, rope, feature)
+        x, queries = self.query(x, out, rope, self.project_feature(feature))
         outs = [attention.attend_cross(index, q) for index, q in enumerate(queries.split(self.num_heads, 2))]
         return self.finish(x, outs)
 
+    def project_feature(self, feature: Tensor | None) -> Tensor | None:
+        """What the target's hidden state [B, T or 1, E] adds to the stream; None where none is used."""
+        if self.feature is None:
+            return None
+        assert feature is not None, "this draft needs the target's hidden state"
+        projected: Tensor = self.feature(feature)
+        return projected
+
     def query(
-        self, x: Tensor, out: Tensor, rope: tuple[Tensor, Tensor], feature: Tensor | None
+        self, x: Tensor, out: Tensor, rope: tuple[Tensor, Tensor], projected: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """From self-attention's result [B, T, H, D] to the queries of cross-attention, all layers' heads."""
+        """From self-attention's result [B, T, H, D] to the queries of cross-attention, all layers' heads.
+
+        `projected` is what `project_feature` gives.
+        """
         x = x + self.self_output(out.flatten(2))
-        if self.feature is not None:
-            assert feature is not None, "this draft needs the target's hidden state"
-            x = x + self.feature(feature)
+        if projected is not None:
+            x = x + projected
         queries = self.cross_q(self.cross_norm(x)).unflatten(-1, (-1, self.head_dim))
         return x, rotate(queries, *rope)
 
@@ -159,18 +172,24 @@ class GlideDraft(nn.Module):
 class DraftHead(nn.Module):
     """The target's head for the draft: the whole of it, or the rows that the draft's vocabulary keeps."""
 
-    def __init__(self, target: Transformer, vocab_ids: Tensor | None) -> None:
+    def __init__(self, target: Transformer, vocab_ids: Tensor | None, int8: bool = False) -> None:
         super().__init__()
         self._target = (target,)  # in a tuple, so that it does not become a part of this module
         self.vocab_ids = vocab_ids
+        self.vocabulary = frozenset(() if vocab_ids is None else vocab_ids.tolist())
         self.rows: nn.Module | None = None
-        if vocab_ids is None:
+        if vocab_ids is None and not int8:
             return
         weight = target.head.weight
-        plain = weight.to_dense() if weight.is_mkldnn else weight
-        rows = Linear(plain.shape[1], len(vocab_ids))
-        rows.weight = nn.Parameter(plain.detach()[vocab_ids.to(plain.device)], requires_grad=False)
-        self.rows = PackedLinear(rows) if PackedLinear.supports(rows) else rows
+        plain = (weight.to_dense() if weight.is_mkldnn else weight).detach()
+        if vocab_ids is not None:
+            plain = plain[vocab_ids.to(plain.device)]
+        rows = Linear(plain.shape[1], len(plain))
+        rows.weight = nn.Parameter(plain, requires_grad=False)
+        if int8 and Int8Linear.supports(rows):
+            self.rows = Int8Linear(rows)
+        elif vocab_ids is not None:
+            self.rows = PackedLinear(rows) if PackedLinear.supports(rows) else rows
 
     @property
     def token_ids(self) -> Tensor:
@@ -183,3 +202,46 @@ class DraftHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Scores [..., V'] in fp32."""
         return self._target[0].logits(hidden) if self.rows is None else scores(self.rows, hidden)
+
+    def in_context(self, tokens: Iterable[int]) -> DraftHead | ContextHead:
+        """This head, and where it is a reduced one on a CPU, the rows of the context's own `tokens` too."""
+        target = self._target[0]
+        weight = target.embedding if target.config.tied_head else target.head.weight
+        # Of a packed head rows cannot be read; and on a GPU shapes must stay as they are.
+        if self.vocab_ids is None or weight.device.type != "cpu" or weight.is_mkldnn:
+            return self
+        return ContextHead(self, weight, tokens)
+
+
+class ContextHead:
+    """A reduced head, and beside it the rows of tokens that it lacks and the context has.
+
+    What a text has said once it tends to say again. It grows with the text, so each request has its own.
+    """
+
+    # So many rows are read in about the time of an int8 head of 8,192.
+    MOST = 1024
+
+    def __init__(self, head: DraftHead, weight: Tensor, tokens: Iterable[int]) -> None:
+        self._head, self._weight = head, weight
+        self._extra: set[int] = set()
+        self._rows = weight.new_empty(0, weight.shape[1], dtype=torch.float32)
+        self.token_ids = head.token_ids
+        """See `DraftHead.token_ids`."""
+        self.add(tokens)
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """Take in what the vocabulary lacks of `tokens`, as long as there is room."""
+        lacking = (token for token in dict.fromkeys(tokens) if token not in self._head.vocabulary)
+        room = self.MOST - len(self._extra)
+        fresh = [token for token in lacking if token not in self._extra][:room]
+        if fresh:
+            ids = torch.tensor(fresh)
+            self._extra.update(fresh)
+            self._rows = torch.cat((self._rows, F.embedding(ids, self._weight).float()))
+            self.token_ids = torch.cat((self.token_ids, ids))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """See `DraftHead.forward`."""
+        scores = self._head(hidden)
+        return torch.cat((scores, F.linear(hidden.float(), self._rows)), -1) if self._extra else scores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from longspec.decoding.choose import filtered, gumbel
 from longspec.decoding.loop import DecodeState
 from longspec.decoding.rejection import draw_children
 from longspec.decoding.tree import TokenTree, ancestors
-from longspec.models.draft import DraftHead, GlideDraft
+from longspec.models.draft import ContextHead, DraftHead, GlideDraft
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Glide:
         self.tree_shape: tuple[int, ...] | None = tree_shape
         self._shape = tree_shape
         self._draft, self._head = draft, head
+        self._words: DraftHead | ContextHead = head
         self._draws, self._min_confidence = draws, min_confidence
         self._max_nodes = max_nodes or sum(tree_shape) + 1
         self.num_nodes = min(self._max_nodes, sum(tree_shape) + 1)
@@ -78,6 +80,9 @@ class Glide:
             )
         self.ring.clear()
         texts = [row.prompt + row.tokens for row in state.rows]
+        if not target.attention.fuses(state.feature):
+            # What was said last comes first: should there be no room for all, it is the likelier.
+            self._words = self._head.in_context(chain.from_iterable(map(reversed, texts)))
         ends = state.cache.lengths.tolist()
         tails = [text[:end][-window:] for text, end in zip(texts, ends, strict=True)]
         most = max(map(len, tails))
@@ -87,12 +92,15 @@ class Glide:
 
     def follow(self, state: DecodeState) -> None:
         """Bring what the last round emitted into the ring."""
+        self._learn_words(state)
         self._append(state, state.emitted, state.num_emitted, state.cache.lengths + 1)
 
     def propose(self, state: DecodeState) -> TokenTree:
         """See `Method.propose`."""
         assert self.ring is not None, "begin comes first"
-        if not self._draws and state.target.attention.fuses(state.target.embedding):
+        # A chain that may end early asks the host after each token.
+        fused = state.target.attention.fuses(state.target.embedding)
+        if fused and not self._draws and not self._min_confidence:
             from longspec.decoding.methods.fused_glide import propose_tree
 
             return propose_tree(state, self._draft, self._head, self.ring, self._shape, self._max_nodes)
@@ -104,7 +112,7 @@ class Glide:
         proposals: list[Tensor] = []
         sure = [not row.finished for row in state.rows]
         for depth in range(len(self._shape)):
-            logits = self._head(self._forward(state, levels, plan))
+            logits = self._words(self._forward(state, levels, plan))
             if self._draws:
                 level, q = self._drawn_level(state, levels, logits, depth)
                 proposals.append(q)
@@ -139,15 +147,26 @@ class Glide:
         found: list[float] = chances[:, 0].tolist()
         return found
 
+    def _learn_words(self, state: DecodeState) -> None:
+        """Let what the last round emitted be proposed from now on, in the vocabulary or not."""
+        if isinstance(self._words, ContextHead):
+            for tokens, count in zip(state.emitted.tolist(), state.num_emitted.tolist(), strict=True):
+                self._words.add(tokens[:count])
+
     def _append(self, state: DecodeState, tokens: Tensor, counts: Tensor, end: Tensor) -> None:
         """Bring committed tokens [B, T], the first `counts` [B] that end before `end` [B], into the ring."""
         assert self.ring is not None, "begin comes first"
-        offsets = torch.arange(tokens.shape[1], device=tokens.device)
-        positions = ((end - counts)[:, None] + offsets).clamp(min=0)
-        entries = self.ring.claim(positions, offsets < counts[:, None])
+        positions, entries = self._claim(tokens, counts, end)
         x = F.embedding(tokens, state.target.embedding)
         _, k, v = self._draft.project(x, state.target.rope(positions))
         self.ring.put(entries, k, v)
+
+    def _claim(self, tokens: Tensor, counts: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions and entries of what `_append` brings, both [B, T]."""
+        assert self.ring is not None
+        offsets = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = ((end - counts)[:, None] + offsets).clamp(min=0)
+        return positions, self.ring.claim(positions, offsets < counts[:, None])
 
     def _forward(self, state: DecodeState, levels: list[_Level], plan: AttentionPlan) -> Tensor:
         """Hidden states [B, n, E] of the last level. The root's own KV is in the ring already."""
@@ -174,7 +193,7 @@ class Glide:
 
     def _best_level(self, state: DecodeState, levels: list[_Level], logits: Tensor, depth: int) -> _Level:
         """The best children of the last level's nodes, chosen across the whole level."""
-        token_ids = self._head.token_ids
+        token_ids = self._words.token_ids
         if not state.sampling.greedy:
             # The noise that the target's choice will have: what it makes likely there, it makes likely here.
             noise = gumbel(state.seeds, state.cache.lengths + depth + 1, token_ids)
@@ -193,7 +212,7 @@ class Glide:
         if self._head.vocab_ids is not None:
             size = state.target.config.vocab_size
             whole = logits.new_full((B, n, size), -torch.inf)
-            whole[:, :, self._head.vocab_ids] = logits
+            whole[:, :, self._words.token_ids] = logits
         # The repetition penalty depends on a node's own path; without it q is only a little less alike to p.
         settings = state.sampling.without_penalty()
         q = filtered(whole.nan_to_num(0.0, posinf=0.0), settings).softmax(-1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from longspec.decoding.accept import accept_coupled
 from longspec.decoding.choose import Sampling
 from longspec.decoding.loop import Acceptance, Method
+from longspec.decoding.methods.chain import Chain
 from longspec.decoding.methods.glide import Glide
 from longspec.decoding.methods.lookup import Lookup
 from longspec.decoding.methods.magicdec import MagicDec
@@ -104,4 +105,6 @@ def _make(options: MethodOptions, draft: Drafting | None, draws: bool) -> Method
             f"a depth of {len(shape)} is asked for, but the draft was trained to draft {limit} deep"
         )
     confidence = options.min_confidence if options.method == "seq" else 0.0
+    if options.method == "seq" and not draws and draft[0].self_norm.weight.device.type == "cpu":
+        return Chain(*draft, options.gamma, options.max_nodes, confidence)
     return Glide(*draft, shape, options.max_nodes, draws, options.method, confidence)

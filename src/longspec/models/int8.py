@@ -1,0 +1,87 @@
+"""An int8 copy of the draft's matrices, for the CPU.
+
+A draft's pass reads its weights and does little else; at a quarter of the bytes they stay in the processor's
+cache between the passes of a round. Only what is proposed can change by it, never what is said.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspec.errors import UserError
+from longspec.models.layers import Linear
+
+DRAFT_DTYPES = ("auto", "int8", "target")
+
+
+class Int8Linear(nn.Module):
+    """A frozen `Linear` on the CPU: int8 weights with a scale per row, activations rounded as they come."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        # Without VNNI, sums of two products are kept in 16 bits: a weight's 7 bits leave them room.
+        largest = 127 if _has_vnni() else 63
+        scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny).double() / largest
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*quantize_per_channel.*")
+            rounded = torch.quantize_per_channel(
+                weight, scales, torch.zeros(len(scales), dtype=torch.int64), 0, torch.qint8
+            )
+        bias = None if linear.bias is None else linear.bias.detach()
+        self._packed: Any = torch.ops.quantized.linear_prepack(rounded, bias)
+
+    @staticmethod
+    def supports(linear: Linear) -> bool:
+        """Whether this build of torch has the kernel, and the weights can be rounded at all."""
+        weight = linear.weight
+        return (
+            weight.device.type == "cpu"
+            and weight.dtype == torch.float32
+            and torch.backends.quantized.engine in ("x86", "fbgemm")
+            and hasattr(torch, "quantize_per_channel")
+            and bool(torch.isfinite(weight).all())
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias, nearly."""
+        # The kernel refuses a row of nan, which a broken draft may well compute: it only proposes nonsense.
+        result: Tensor = torch.ops.quantized.linear_dynamic(x.nan_to_num(), self._packed)
+        return result
+
+
+def round_linears(module: nn.Module) -> None:
+    """Replace every `Linear` below `module` that can be rounded by its int8 form."""
+    for name, child in module.named_children():
+        if isinstance(child, Linear) and Int8Linear.supports(child):
+            setattr(module, name, Int8Linear(child))
+        else:
+            round_linears(child)
+
+
+def check_draft_dtype(kind: str) -> None:
+    """Refuse what is none."""
+    if kind not in DRAFT_DTYPES:
+        raise UserError(f"draft_dtype {kind!r} is unknown; there are: {', '.join(DRAFT_DTYPES)}")
+
+
+def wants_int8(kind: str, draft: nn.Module) -> bool:
+    """Whether a draft is to be rounded: "auto" does so wherever it can be done."""
+    check_draft_dtype(kind)
+    linears = [child for child in draft.modules() if isinstance(child, Linear)]
+    possible = bool(linears) and all(map(Int8Linear.supports, linears))
+    if kind == "int8" and not possible:
+        raise UserError(
+            "draft_dtype 'int8' needs float32 on an x86 CPU, and finite weights; use 'auto' or 'target'"
+        )
+    return possible and kind != "target"
+
+
+def _has_vnni() -> bool:
+    """Whether products of bytes are summed in 32 bits."""
+    asked = getattr(torch.cpu, "_is_vnni_supported", None)
+    return asked is not None and bool(asked())

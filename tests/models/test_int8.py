@@ -1,0 +1,117 @@
+"""The int8 copy of a draft: close to the draft it was made of, and refused where it cannot be had."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longspec import LongSpec, UserError
+from longspec.api import prepare_draft
+from longspec.config import DraftConfig
+from longspec.decoding.accept import accept_coupled
+from longspec.decoding.choose import Sampling
+from longspec.decoding.loop import prefill, run_round, start
+from longspec.decoding.methods.chain import Chain
+from longspec.decoding.methods.vanilla import Vanilla
+from longspec.decoding.row import Row
+from longspec.models.draft import ContextHead, DraftHead, GlideDraft
+from longspec.models.int8 import Int8Linear
+from longspec.models.layers import Block, Linear
+from longspec.models.target import Transformer
+from tests.decoding.scripted import tiny_target
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 5), (3, 2)], ids=str)
+def test_products_are_close(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    linear = Linear(576, 96, bias=True).requires_grad_(False)
+    torch.nn.init.normal_(linear.weight, std=0.02)
+    torch.nn.init.normal_(linear.bias)
+    linear.weight[3] = 0  # a row without a scale
+    linear.weight[4] *= 1000  # one scale for all rows would lose the others
+    x = torch.randn(*shape, 576)
+    found, exact = Int8Linear(linear)(x), linear(x)
+    assert found.shape == exact.shape
+    torch.testing.assert_close(found[..., 3], exact[..., 3])
+    for rows in (slice(0, 4), slice(4, 5), slice(5, None)):
+        error = (found - exact)[..., rows].norm() / (exact - linear.bias)[..., rows].norm().clamp(min=1e-9)
+        assert error < 0.03
+    assert Int8Linear(linear)(torch.full_like(x, torch.nan)).isfinite().all()
+
+
+def real_draft(target: Transformer, draft_vocab: int) -> GlideDraft:
+    """A draft of trained weights, whose sizes differ from row to row as they do: the target's last layer."""
+    config = DraftConfig(
+        cross_layers=(9, 19, -1), use_feature=True, final_norm=True, qkv_bias=False, draft_vocab=draft_vocab
+    )
+    draft = GlideDraft(target.config, config).requires_grad_(False)
+    draft.initialise(torch.Generator().manual_seed(0), std=0.005)
+    last = target.blocks[-1]
+    assert isinstance(last, Block)
+    for ours, theirs in (
+        (draft.self_norm, last.attention_norm),
+        (draft.ffn_norm, last.ffn_norm),
+        (draft.final_norm, target.norm),
+        (draft.qkv, last.attention.qkv),
+        (draft.self_output, last.attention.output),
+        (draft.ffn.gate_up, last.ffn.gate_up),
+        (draft.ffn.down, last.ffn.down),
+    ):
+        assert ours is not None
+        weight = theirs.weight
+        ours.weight.copy_(weight.to_dense() if weight.is_mkldnn else weight)
+    assert draft.feature is not None
+    torch.nn.init.eye_(draft.feature.weight)
+    return draft
+
+
+def test_drafts_nearly_the_same_tokens(smollm2: LongSpec) -> None:
+    target = smollm2.engine.target
+    chains = {}
+    for kind in ("target", "int8"):
+        draft, head = prepare_draft(real_draft(target, 8192), target, kind)
+        assert isinstance(draft.qkv, Int8Linear) == isinstance(head.rows, Int8Linear) == (kind == "int8")
+        chains[kind] = Chain(draft, head, 1, None)
+    prompt = smollm2.engine.encoder.encode("Explain how a ship floats, step by step.", False, 49152)
+    row = Row(prompt, 0, 200)
+    state = start(target, target.new_cache(1, 256), [row], Sampling())
+    drafted: dict[str, list[int]] = {kind: [] for kind in chains}
+    with torch.inference_mode():
+        prefill(state, 2048)
+        row.keep_first(int(state.roots[0]))
+        for chain in chains.values():
+            chain.begin(state)
+        for _ in range(60):
+            for kind, chain in chains.items():
+                drafted[kind].append(int(chain.propose(state).tokens[0, 1]))
+            run_round(state, Vanilla(), accept_coupled)
+    assert len(set(drafted["target"])) > 10, "or agreeing would say little"
+    same = sum(one == two for one, two in zip(*drafted.values(), strict=True))
+    assert same >= 54
+
+
+def test_the_words_of_the_context_join_the_vocabulary() -> None:
+    target = tiny_target(vocab_size=40)
+    vocabulary, hidden = torch.arange(0, 40, 4), torch.randn(2, 3, 16)
+    head = DraftHead(target, vocabulary)
+    words = head.in_context([1, 4, 7, 1])
+    assert isinstance(words, ContextHead)
+    words.add([8, 9, 7])
+    assert words.token_ids.tolist() == [*vocabulary.tolist(), 1, 7, 9]
+    torch.testing.assert_close(words(hidden), target.logits(hidden)[..., words.token_ids])
+    assert head.token_ids.tolist() == vocabulary.tolist(), "each request has its own"
+    assert DraftHead(target, None).in_context([1]).token_ids.tolist() == list(range(40))
+    words.MOST = 4
+    words.add(range(40))
+    assert words.token_ids.tolist()[len(vocabulary) :] == [1, 7, 9, 2]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    target = tiny_target().bfloat16()
+    draft = GlideDraft(target.config, DraftConfig(window=4)).bfloat16()
+    draft.initialise()
+    with pytest.raises(UserError, match="draft_dtype 'int8' needs float32"):
+        prepare_draft(draft, target, "int8")
+    assert not isinstance(prepare_draft(draft, target)[0].qkv, Int8Linear)
+    with pytest.raises(UserError, match="draft_dtype 'int4' is unknown; there are: auto, int8, target"):
+        LongSpec.from_pretrained("smollm2-135m", draft_dtype="int4")

@@ -97,13 +97,11 @@ class LongSpec:
         ):
             model = load_target(config, weights.tensor, place, kind, advance)
         model.attention = backend
-        drafting, acceptance = None, {}
+        drafting: tuple[GlideDraft, DraftHead] | None = None
+        acceptance: dict[str, Any] = {}
         if wanted and wanted != "none":
             path = hub.resolve_draft(wanted, offline=offline, progress=progress)
-            with memory_explained(f"the draft {wanted} beside {target} on {place}", _SMALLER):
-                loaded = load_draft(path, model, files.name)
-                drafting = prepare_draft(loaded.draft, model, draft_dtype)
-            acceptance = loaded.acceptance
+            drafting, acceptance = _load_drafting(path, model, files.name, draft_dtype)
         plan = cache(partial(plan_for, model, drafting, acceptance, limit, progress))
         return cls(
             Engine(
@@ -229,6 +227,15 @@ def prepare_draft(
         round_linears(draft)
     pack_linears(draft)
     return draft, DraftHead(target, draft.vocab_ids, int8)
+
+
+def _load_drafting(
+    path: Path, target: Transformer, target_name: str, draft_dtype: str
+) -> tuple[tuple[GlideDraft, DraftHead], dict[str, Any]]:
+    """The draft and its head, and what is known of its acceptance."""
+    with memory_explained(f"the draft {path} beside {target_name} on {target.device}", _SMALLER):
+        loaded = load_draft(path, target, target_name)
+        return prepare_draft(loaded.draft, target, draft_dtype), loaded.acceptance
 
 
 def _read_defaults(folder: Path) -> Sampling:

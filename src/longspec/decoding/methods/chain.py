@@ -99,7 +99,7 @@ class Chain(Glide):
         )
 
     def _score(self, state: DecodeState, this: _Round, depth: int, x: Tensor, q: Tensor) -> Tensor:
-        """One pass of the draft: the scores [B, V'] of what may follow x [B, 1, E], with noise when sampling."""
+        """One pass of the draft: scores [B, V'] of what may follow x [B, 1, E], with noise when sampling."""
         assert self.ring is not None
         attention = state.target.attention
         filled = (this.positions[:, depth] + 1).clamp(max=self.ring.window)

@@ -22,8 +22,10 @@ from longspec.models.target import Transformer
 # Contexts at which rounds are timed, alone; in a batch only the first.
 HOST_CONTEXTS, HOST_BATCHES = (256, 2048), (4,)
 REPLAYED_CONTEXTS, REPLAYED_BATCHES = (1024, 4096, 16384, 65536), (4, 16)
-# Rounds that are timed, after one or more that are not.
-HOST_ROUNDS, REPLAYED_ROUNDS = 3, 16
+# Rounds that are timed, after one or more that are not: by the host so many at least, and at most.
+HOST_ROUNDS, REPLAYED_ROUNDS = (3, 6), 16
+# The two fastest must agree so well, or the host goes on: what is measured now is believed for long.
+AGREEMENT = 1.05
 
 Times = dict[str, list[tuple[int, int, float]]]
 """By name: (batch, context, seconds of a round)."""
@@ -119,14 +121,27 @@ def _time_on_host(
         times: dict[str, list[float]] = {name: [] for name in methods}
         for name, method in methods.items():
             method.begin(states[name])
-        for _ in range(HOST_ROUNDS + 1):
-            for name, method in methods.items():
+        least, most = HOST_ROUNDS
+        open_names = list(methods)
+        for turn in range(most + 1):
+            for name in open_names:
                 started = time.perf_counter()
-                run_round(states[name], method, accept_coupled)
-                times[name].append(time.perf_counter() - started)
+                run_round(states[name], methods[name], accept_coupled)
+                seconds = time.perf_counter() - started
                 cache.lengths.fill_(context)
-        for name, seconds in times.items():
-            yield name, context, min(seconds[1:])  # the first has the set-up of kernels in it
+                if turn > 0:  # the first has the set-up of kernels in it
+                    times[name].append(seconds)
+            if turn >= least:
+                unsettled = {name for name in open_names if not _agree(times[name])}
+                # All the others are held against vanilla, which is therefore timed to the end.
+                open_names = [name for name in methods if name in unsettled | {"vanilla"} and unsettled]
+        for name in methods:
+            yield name, context, min(times[name])
+
+
+def _agree(seconds: list[float]) -> bool:
+    fastest, second = sorted(seconds)[:2]
+    return second <= AGREEMENT * fastest
 
 
 class _Chain:

@@ -132,6 +132,12 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most samples of a shard; what is lost when it is stopped (default: 16 x batch)",
     )
+    group.add_argument(
+        "--seconds",
+        type=float,
+        metavar="N",
+        help="begin no shard after so many and finish with fewer tokens, for a machine that is lent",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

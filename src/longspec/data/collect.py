@@ -21,6 +21,8 @@ STDLIB = "stdlib"
 BOOK, SOURCE = "book", "source"
 # Sources of other sizes are lists of names, tables, or empty.
 _LEAST_CHARACTERS, _MOST_CHARACTERS = 1500, 200_000
+# A book goes into several documents, so that reading one of them is quick.
+_LONGEST_DOCUMENT = 200_000
 # What a held-out part leaves at the sides of it must be worth reading.
 _LEAST_PIECE = 2000
 _LONGEST_LICENCE = 60
@@ -73,7 +75,8 @@ def _write(
     for kind, source, under, text in documents:
         pieces = held_out.cut(text)
         cut += pieces != [text]
-        for piece in pieces if len(pieces) == 1 else [one for one in pieces if len(one) >= _LEAST_PIECE]:
+        kept = pieces if len(pieces) == 1 else [one for one in pieces if len(one) >= _LEAST_PIECE]
+        for piece in (short for one in kept for short in _split(one)):
             line = {"text": piece, "source": source, "licence": under, "kind": kind}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
             characters += len(piece)
@@ -95,6 +98,16 @@ def _documents(books: Sequence[str], packages: Sequence[str], licence: str) -> I
             text = _plain(path.read_text(encoding="utf-8", errors="replace"))
             if _LEAST_CHARACTERS <= len(text) <= _MOST_CHARACTERS:
                 yield SOURCE, name, under, text
+
+
+def _split(text: str) -> Iterator[str]:
+    """Cut at paragraphs into pieces that are not too long."""
+    while len(text) > _LONGEST_DOCUMENT:
+        end = text.rfind("\n\n", _LONGEST_DOCUMENT // 2, _LONGEST_DOCUMENT)
+        end = end + 2 if end > 0 else _LONGEST_DOCUMENT
+        yield text[:end]
+        text = text[end:]
+    yield text
 
 
 def _encodes(text: str) -> bool:

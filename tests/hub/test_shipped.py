@@ -10,6 +10,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,8 @@ def test_the_default_target_uses_it_unless_told_otherwise(
     assert 11_000_000 < (folder / "model.safetensors").stat().st_size < 16_000_000
     model = LongSpec.from_pretrained(dtype="float32", device="cpu", calibrate=False)
     assert model.engine.draft_name == DEFAULT_TARGET
-    question, options = "What is the capital of France?", {"max_new_tokens": 6, "temperature": 0.0}
+    question = "What is the capital of France?"
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0}
     drafted = model.generate(question, method="tree", tree_shape=(2, 2), **options)
     assert (drafted.draft, drafted.method) == (DEFAULT_TARGET, "tree")
     assert drafted.token_ids == smollm2.generate(question, method="vanilla", **options).token_ids

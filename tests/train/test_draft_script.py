@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 import yaml
@@ -21,15 +22,33 @@ SMALL = ("draft.cross_layers=[0,1]", "draft.window=64", "stage.num_steps=3", "ev
 
 def script(part: str, folder: Path, target: Path, *more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), part, "--output", str(folder), "--target", str(target), "--dry"]
-    command += ["--tokens", "1k", "--device", "cpu", *(f"--set={one}" for one in SMALL), *more]
+    command += ["--tokens", "1k", "--device", "cpu", "--methods", "seq:3,tree:2x4x4@6"]
+    command += [*(f"--set={one}" for one in SMALL), *more]
     environment = no_launcher() | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
 @pytest.mark.full
 def test_the_script_makes_a_draft_and_its_parts_go_on(tiny_folder: Path, tmp_path: Path) -> None:
-    story = "The miller counted the sacks again. Nobody on the road had seen the cart, and Martha said so. "
-    book = {"text": "\n\n".join(f"Day {day}. " + story * 6 for day in range(300))}
+    # No stretch of it comes twice, since some pages are held out.
+    rng = Random(0)
+    words = [
+        "miller",
+        "sack",
+        "road",
+        "cart",
+        "river",
+        "Martha",
+        "lamp",
+        "stone",
+        "garden",
+        "letter",
+        "winter",
+        "horse",
+    ]
+    sentences = [" ".join(rng.choices(words, k=12)).capitalize() + "." for _ in range(2400)]
+    pages = [" ".join(sentences[begin : begin + 8]) for begin in range(0, 2400, 8)]
+    book = {"text": "\n\n".join(pages)}
     (tmp_path / "books.jsonl").write_text(json.dumps(book) + "\n")
     (tmp_path / "asked.jsonl").write_text(json.dumps({"turns": ["Who are you?"]}) + "\n")
     given = ["--books", str(tmp_path / "books.jsonl"), "--measure", str(tmp_path / "asked.jsonl")]
@@ -59,7 +78,10 @@ def test_the_script_makes_a_draft_and_its_parts_go_on(tiny_folder: Path, tmp_pat
     assert read_info(out / "data" / "asked").num_tokens >= 500
     model = LongSpec.from_pretrained(tiny_folder, out / "draft", device="cpu", calibrate=False)
     assert model.generate("Hello", method="tree", tree_shape=(2, 2), max_new_tokens=8).token_ids
-    assert (out / "measured" / "report.md").is_file()
+    card = (out / "draft" / "README.md").read_text()
+    assert "## Measured" in card
+    assert "| held_books/256 |" in card
+    assert len(json.loads((out / "draft" / "config.json").read_text())["acceptance"]["chain"]) == 3
 
     # On another machine there is only the draft: a new piece starts from it, and its card knows all stages.
     other = tmp_path / "other"

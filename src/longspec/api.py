@@ -61,8 +61,9 @@ class LongSpec:
     ) -> LongSpec:
         """Load a target by short name, hub id, folder or .gguf file, and a draft by hub id, folder or .pth.
 
-        Without `draft`, a target of the table (`longspec models`) brings the draft that was published for it;
-        "none" is none.
+        Without `draft`, a target of the table (`longspec models`) brings its own: the one that comes with
+        this package, or that was published for it; "none" is none. A short name stands for the package's
+        draft, also for a fine-tuned target of the same shape.
 
         dtype and device are torch's, or their names; "auto" is bfloat16 on a GPU and float32 on a CPU.
         max_length bounds prompt plus answer; the default is what the model was made for. The first request
@@ -79,7 +80,7 @@ class LongSpec:
         shape = find(config_only=True)
         entry, config = shape.entry, read_config(shape.folder, shape.config)
         limit = _pick_max_length(max_length, entry.context if entry else config.max_length)
-        wanted = name_of("draft", draft) if draft else entry.draft if entry else None
+        wanted = name_of("draft", draft) if draft else hub.default_draft(entry)
         check_fits(target, config, kind, place)
         files = find()
         folder = files.folder

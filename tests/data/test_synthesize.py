@@ -340,6 +340,13 @@ def test_killed_it_goes_on_to_the_same_bytes_and_other_flags_are_refused(
     assert {source.name.split()[-1] for source in info.sources} == {"(documents)", "(prompts)"}
     again = synthesize(replace(request, batch=None))
     assert (again.num_tokens, again.tokens_written) == (made.num_tokens, 0)
+    # Out of time, what there is becomes the dataset: the first shards of the unbroken one.
+    hurried = tmp_path / "hurried"
+    synthesize(replace(request, output=hurried, seconds=0.001))
+    assert Dataset(hurried).info.num_shards == 1
+    for name in ("tokens.npy", "roles.npy"):
+        one, other = (folder / "shard-00000" / name for folder in (hurried, broken))
+        assert one.read_bytes() == other.read_bytes()
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:

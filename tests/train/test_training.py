@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import yaml
 
 from longspec import LongSpec
 from longspec.hub import DEFAULT_TARGET, resolve
@@ -195,6 +196,41 @@ def test_three_stages_follow_each_other_by_one_command(home: Path, tmp_path: Pat
 
     card = (export(tmp_path / "all", tmp_path / "draft") / "README.md").read_text()
     assert [line.split("|")[1].strip() for line in card.splitlines() if "| 2 |" in line] == list(stages)
+
+    # A stage alone, on a machine that has nothing but the draft: its card still tells of all before it.
+    more = ["--config-dir", str(tmp_path / "conf"), "--only", "cot", "experiment=mine", "stage=all", *small]
+    more += [f"target.path={home / 'target'}", f"run={tmp_path / 'more'}", "stage.num_steps=3"]
+    run([*more, "stage.accumulation=1", "evaluation.every=0", f"draft.path={tmp_path / 'draft'}"])
+    card = (export(tmp_path / "more", tmp_path / "later") / "README.md").read_text()
+    told = [line.split("|")[1].strip() for line in card.splitlines() if "| 2 |" in line or "| 3 |" in line]
+    assert told == [*stages, "cot"]
+
+
+def test_a_run_whose_time_is_up_goes_on_as_if_nothing_had_been(home: Path, unbroken: Path) -> None:
+    assert "stopped at step 1 of 8" in run(settings(home, "pieces", "saving.max_seconds=0.001"))
+    run(settings(home, "pieces", "resume=latest"))
+    assert losses(home / "pieces") == losses(unbroken)
+
+
+def test_the_stages_of_the_shipped_draft(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from longspec.cli.main import main
+
+    monkeypatch.setenv("SMOLLM2_DATA", "/data")
+    command = ["train", "experiment=smollm2_gpu", "stage=all", "stage.soft=1", "--cfg", "job"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out.split("name: smollm2_gpu_")[1:]
+    stages = [yaml.safe_load(f"name: {one}") for one in printed]
+    assert [stage["stage"]["seq_length"] for stage in stages] == [1024, 8192, 4096]
+    assert [stage["stage"]["max_offset"] for stage in stages] == [-1, 0, 0]
+    assert all(stage["compile"] and stage["stage"]["soft"] == 1 for stage in stages)
+    assert all(stage["draft"]["cross_layers"] == [9, 19, 29] for stage in stages)
+    assert [stage["draft"]["path"] for stage in stages] == [
+        *(None, "outputs/smollm2_gpu/base", "outputs/smollm2_gpu/long")
+    ]
+    assert main([*command, "--only", "middle"]) == 2
+    assert "the stages base, long, cot" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from longspec.api import LongSpec
 from longspec.bench import builtin, published
+from longspec.bench.cut import cut_items
 from longspec.bench.workloads import Workload, read_file
 from longspec.errors import UserError
 
@@ -51,16 +52,30 @@ def check_name(name: str) -> None:
 
 
 def context_workload(
-    model: LongSpec, source: str, lengths: Sequence[int] | None, max_new_tokens: int
+    model: LongSpec, source: str, lengths: Sequence[int] | None, max_new_tokens: int, limit: int = 1
 ) -> Workload:
-    """One prompt of each length, each a kind of its own; None is 1024, doubled up to the model's limit."""
-    if source not in builtin.SOURCES:
-        raise UserError(f"--source {source!r} is unknown; there are: {', '.join(builtin.SOURCES)}")
+    """Prompts of each length, each length a kind of its own; None is 1024, doubled up to the model's limit.
+
+    Of the built-in sources there is one prompt of each length, of a file there are up to `limit`.
+    """
+    check_source(source)
     if lengths is None:
         limit = model.engine.max_length - max_new_tokens
         lengths = [2**power for power in range(10, 40) if 2**power < limit] + [limit]
     short = next((length for length in lengths if length < SHORTEST), None)
     if short is not None:
         raise UserError(f"a prompt of {short} tokens is asked for; {SHORTEST} is the shortest")
-    items = tuple(builtin.long_item(model, source, length, str(length)) for length in lengths)
-    return Workload("context", items)
+    if source in builtin.SOURCES:
+        items = [builtin.long_item(model, source, length, str(length)) for length in lengths]
+        return Workload("context", tuple(items))
+    items = [item for length in lengths for item in cut_items(model, Path(source), length, limit)]
+    return Workload(Path(source).name.partition(".")[0], tuple(items))
+
+
+def check_source(source: str) -> None:
+    """Refuse what no long prompts can be made of, before a long load."""
+    if source not in builtin.SOURCES and not Path(source).is_file():
+        raise UserError(
+            f"--source {source!r} is unknown and no file; there are: {', '.join(builtin.SOURCES)}, and the "
+            "paths of JSONL files with 'context' and 'input', or 'text'"
+        )

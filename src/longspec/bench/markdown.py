@@ -7,7 +7,18 @@ from typing import Any
 
 from longspec.bench.summary import Figures, Spread
 
-MAIN = ("prompts", "T", "method", "tokens/s", "speedup", "tau", "prefill s", "memory", "same as vanilla")
+MAIN = (
+    "prompts",
+    "T",
+    "method",
+    "tokens/s",
+    "speedup",
+    "tau",
+    "no loops",
+    "prefill s",
+    "memory",
+    "same as vanilla",
+)
 
 
 def spread(value: Spread | None, digits: int = 2) -> str:
@@ -43,7 +54,7 @@ def cells(one: Figures) -> list[str]:
         method_name(one),
         spread(one.tokens_per_second, 1),
         spread(one.speedup.get("vanilla")),
-        "-" if one.tau is None else f"{one.tau:.2f}",
+        *("-" if tau is None else f"{tau:.2f}" for tau in (one.tau, one.tau_without_loops)),
         spread(one.prefill_seconds),
         f"{one.memory_above_start / 1e6:,.0f} MB",
         "it is vanilla" if one.method == "vanilla" else sameness(one),

@@ -75,6 +75,7 @@ class OurMethod:
             "method": self._method.method,
             "gamma": self._method.gamma,
             "tree_shape": self._method.tree_shape,
+            "max_nodes": self._method.max_nodes,
         }
         return cast("Options", given)
 
@@ -108,10 +109,15 @@ class OurMethod:
 def read_method(label: str) -> MethodOptions:
     """What a label of `--methods` means: a method, and behind a colon its size.
 
-    lookup:6, seq:4 and magicdec:4 say the chain's length, tree:4x16x16 the nodes per depth.
+    lookup:6, seq:4 and magicdec:4 say the chain's length, tree:4x16x16 the nodes per depth; tree:8x32x32@64
+    verifies only the best 64 nodes of it, the root counted.
     """
     name, _, size = label.partition(":")
     options = MethodOptions(name)
+    size, pruned, most = size.partition("@")
+    if pruned and (name != "tree" or not most.isdecimal()):
+        raise UserError(f"method {label!r}: @ is for trees, with a number of nodes; write tree:8x32x32@64")
+    options = replace(options, max_nodes=int(most)) if pruned else options
     if not size:
         return options
     try:

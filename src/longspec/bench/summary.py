@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from longspec.bench.folder import Row
+from longspec.data.screen import loop_start
 
 ALL = "all"
 """The kind under which all prompts of a workload are taken together."""
@@ -50,6 +53,8 @@ class Figures:
     speedup: dict[str, Spread]
     """How many times as fast as each other method that can be a yardstick: vanilla, and all of hf."""
     tau: float | None
+    tau_without_loops: float | None
+    """The same up to where an answer begins to repeat itself to its end, which is easy to draft."""
     acceptance: list[float]
     """The share of rounds that kept an accepted token at depth 1, 2, ..."""
     peak_memory: int
@@ -114,6 +119,7 @@ def _figures(kind: str, method: str, by_method: dict[str, list[Row]]) -> Figures
         decode_seconds=Spread.of([sum(row["decode_seconds"] for row in one) for one in repeats]),
         speedup={name: Spread.of(found) for name, found in ratios.items() if found},
         tau=_tau(drafted),
+        tau_without_loops=_tau_without_loops(drafted),
         acceptance=_acceptance(drafted),
         peak_memory=max(row["peak_memory"] for row in rows),
         memory_above_start=max(row["memory_above_start"] for row in rows),
@@ -159,6 +165,19 @@ def _ratios(rows: Sequence[Row], base: Sequence[Row]) -> list[float]:
 def _tau(rows: Sequence[Row]) -> float | None:
     rounds = sum(row["rounds"] for row in rows)
     return sum(row["decoded_tokens"] for row in rows) / rounds if rounds else None
+
+
+def _tau_without_loops(rows: Sequence[Row]) -> float | None:
+    """From the tokens of the first repeat and how each of them came; None where rows do not have them."""
+    tokens = rounds = 0
+    for row in (row for row in rows if "token_ids" in row):
+        for ids, depths in zip(row["token_ids"], row["depths"], strict=True):
+            start = loop_start(np.array(ids)) if ids else None
+            kept = depths[1 : len(ids) if start is None else max(1, start)]
+            tokens += len(kept)
+            # A round ends with the target's own token, unless it was cut off.
+            rounds += kept.count(0) + bool(kept and kept[-1])
+    return tokens / rounds if rounds else None
 
 
 def _acceptance(rows: Sequence[Row]) -> list[float]:

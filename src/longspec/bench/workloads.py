@@ -96,7 +96,7 @@ def read_file(path: Path) -> Workload:
                 f"{path}, line {number}: needs a text 'prompt', or 'turns' that is a list of texts, not empty"
             )
         name = str(values.get("id", values.get("question_id", number)))
-        kind = str(values.get("kind", values.get("category", path.stem)))
+        kind = str(values.get("kind") or values.get("category") or path.stem)
         items.append(Item(name, kind, tuple(turns), raw=values.get("raw") is True))
     names = [item.id for item in items]
     twice = next((name for name in names if names.count(name) > 1), None)

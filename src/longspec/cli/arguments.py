@@ -77,7 +77,8 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         metavar="DRAFT",
-        help="draft folder, .pth file or hub id (default: the short name's; 'none' for none)",
+        help="draft folder, .pth file, hub id, or the short name of a target whose draft comes with longspec "
+        "(default: the target's own; 'none' for none)",
     )
     group.add_argument(
         "--draft-dtype",

@@ -6,6 +6,8 @@ longspec bench generate --workload questions.jsonl --methods auto,lookup:6 --bas
 longspec bench context --methods auto               speed as the context grows
 longspec bench longbench --model_name vicuna7b --method tree --task gov_report --data_path_prefix longbench/
 longspec bench aime --model_name qwq --method tree --id_min 60 --id_max 89
+longspec bench context --source meetings.jsonl --lengths 1024,4096 --methods tree:4x16x16 --limit 8
+longspec bench acceptance RUN --draft my-draft      what auto plans by, into the draft's folder
 longspec bench report RUN                           one HTML page of a run, or of several
 longspec bench latency --shape llama3-8b --context 4096 131072       cost of steps and rounds, random weights
 longspec bench train --shape llama3-8b --seq-length 32768      training speed and memory, random weights
@@ -17,7 +19,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from longspec.cli import bench_generate, bench_random, bench_report
+from longspec.cli import bench_acceptance, bench_generate, bench_random, bench_report
 from longspec.cli.arguments import add_model_arguments, load
 
 # Of each kind with a file of its own: its flags, what runs it, and what it is.
@@ -45,6 +47,10 @@ _KINDS = {
     "train": (
         *(bench_random.add_train, bench_random.run_train),
         "speed and memory of training a draft, random weights",
+    ),
+    "acceptance": (
+        *(bench_acceptance.add_arguments, bench_acceptance.run),
+        "put what runs measured of a draft into its folder: the table of auto, and the card",
     ),
     "report": (*(bench_report.add_arguments, bench_report.run), "one HTML page of a run, or of several"),
 }

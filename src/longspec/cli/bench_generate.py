@@ -46,7 +46,14 @@ def add_context(parser: argparse.ArgumentParser) -> None:
         help="prompt tokens (default: 1024, doubled up to what the model's limit leaves)",
     )
     parser.add_argument(
-        "--source", default="repo", help="repo: Python's library to be continued; text: to be summarised"
+        "--source",
+        default="repo",
+        metavar="NAME",
+        help="repo: Python's library to be continued; text: to be summarised; or a JSONL file with 'context' "
+        "and 'input', or 'text'",
+    )
+    parser.add_argument(
+        "--limit", type=int, default=1, metavar="N", help="prompts of each length, of a file (%(default)s)"
     )
     _add_methods(parser)
     _add_run(parser, max_new_tokens=64, repeats=3)
@@ -92,7 +99,8 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
         "--methods",
         default="auto,lookup",
         metavar="M,M,...",
-        help="besides vanilla; with a size: lookup:6, seq:4, magicdec:4, tree:4x16x16 (%(default)s)",
+        help="besides vanilla; with a size: lookup:6, seq:4, magicdec:4, tree:4x16x16, and "
+        "tree:8x32x32@64 for its best 64 nodes (%(default)s)",
     )
 
 
@@ -139,13 +147,19 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 def run_context(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from longspec.bench.catalogue import context_workload
+    from longspec.bench.catalogue import check_source, context_workload
+    from longspec.errors import UserError
 
+    check_source(arguments.source)
+    if arguments.limit < 1:
+        raise UserError(f"--limit is {arguments.limit}; it must be at least 1")
     settings = _settings(arguments, arguments.methods.split(","))
     lengths = _numbers("--lengths", arguments.lengths, int) if arguments.lengths else None
     new = settings.max_new_tokens
     return _bench(
-        arguments, settings, lambda model: [context_workload(model, arguments.source, lengths, new)]
+        arguments,
+        settings,
+        lambda model: [context_workload(model, arguments.source, lengths, new, arguments.limit)],
     )
 
 

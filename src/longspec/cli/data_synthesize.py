@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--tokens",
         required=True,
-        type=_amount,
+        type=amount,
         metavar="N",
         help="at least so many, prompts included, such as 500k or 10M",
     )
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is written")
     group.add_argument(
         "--mode",
-        type=_shares,
+        type=shares,
         dest="modes",
         metavar="MODE[:SHARE],...",
         help="questions: the target asks itself and answers (default); prompts: it answers --prompts; "
@@ -132,6 +132,12 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most samples of a shard; what is lost when it is stopped (default: 16 x batch)",
     )
+    group.add_argument(
+        "--seconds",
+        type=float,
+        metavar="N",
+        help="begin no shard after so many and finish with fewer tokens, for a machine that is lent",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -156,14 +162,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _amount(text: str) -> int:
+def amount(text: str) -> int:
+    """A number such as 500000, 500k or 10M, for argparse."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmb]?)", text.strip().lower())
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not an amount like 500000, 500k or 10M")
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def _shares(text: str) -> dict[str, float]:
+def shares(text: str) -> dict[str, float]:
+    """Names with shares, such as questions:0.6,prompts:0.4, for argparse."""
     try:
         parts = [part.partition(":") for part in text.split(",")]
         return {name.strip(): float(share) if colon else 1.0 for name, colon, share in parts}

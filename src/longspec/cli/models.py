@@ -1,4 +1,4 @@
-"""List the models that have a short name, with their published drafts and what is already on disk.
+"""List the models that have a short name, with their drafts and what is already on disk.
 
 Any other Llama, Qwen2 or Qwen3 model works too: give its hub id, folder or .gguf file as --target.
 """
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from longspec.hub import DEFAULT_TARGET, MODELS, on_disk
+    from longspec.hub import DEFAULT_TARGET, MODELS, default_draft, on_disk, shipped_draft
     from longspec.hub.embedded import REQUIREMENT
 
     rows = [
@@ -24,7 +24,8 @@ def run(arguments: argparse.Namespace) -> int:
             "name": entry.name,
             "target": entry.target,
             "source": "hub" if entry.target else f"PyPI {REQUIREMENT}",
-            "draft": entry.draft,
+            "draft": default_draft(entry),
+            "draft_shipped": shipped_draft(entry.name) is not None,
             "context": entry.context,
             "default": entry.name == DEFAULT_TARGET,
             "on_disk": on_disk(entry),
@@ -39,5 +40,6 @@ def run(arguments: argparse.Namespace) -> int:
     for row in rows:
         here = "yes" if row["on_disk"] else "no"
         target, draft = row["target"] or f"(default) {row['source']}", row["draft"] or "none yet"
+        draft = f"{draft} (comes with longspec)" if row["draft_shipped"] else draft
         print(line.format(row["name"], row["context"], here, target, draft))
     return 0

@@ -36,6 +36,8 @@ _LEAST_ROOM = 32
 _LEAST_COMPARED = 32
 _QUESTION, _ANSWER = 0, 1
 _MARK = "7f3a9c51"
+# Of a token, in prose and at the most that is reckoned with.
+_LIKELY_CHARACTERS, _MOST_CHARACTERS = 4, 8
 
 
 @dataclass(frozen=True)
@@ -305,9 +307,12 @@ class Script:
     def _give_document(self, sample: Sample, rank: int, offset: float) -> None:
         """A piece from anywhere in the document."""
         assert self._documents is not None
-        tokens = self._encode(read_document(self._documents[rank % len(self._documents)]))
-        start = int(offset * max(1, len(tokens) - self._mix.given_tokens + 1))
-        sample.add(tokens[start : start + self._mix.given_tokens], Role.PROMPT)
+        text, given = read_document(self._documents[rank % len(self._documents)]), self._mix.given_tokens
+        # Only what is needed is tokenised: a document may be a whole book.
+        start = int(offset * max(1, len(text) - _LIKELY_CHARACTERS * given + 1))
+        start = text.find(" ", start) if start else 0
+        tokens = self._encode(text[max(0, start) :][: _MOST_CHARACTERS * given])
+        sample.add(tokens[:given], Role.PROMPT)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         try:

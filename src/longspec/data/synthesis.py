@@ -121,13 +121,17 @@ def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def make_dataset(output: Output, script: Script, writer: Writer, on_tokens: OnTokens) -> Summary:
-    """Make the shards that are missing, and finish the dataset."""
+def make_dataset(
+    output: Output, script: Script, writer: Writer, on_tokens: OnTokens, seconds: float | None = None
+) -> Summary:
+    """Make the shards that are missing, and finish the dataset; no shard is begun after so many seconds."""
     folder, state, clock = output.folder, State(), _Clock(on_tokens)
     (folder / _PROGRESS).mkdir(parents=True, exist_ok=True)
     write_whole(folder / _PROGRESS / "settings.json", json.dumps(output.settings, indent=1).encode())
     _recall(folder, state)
     while state.num_tokens < output.num_tokens:
+        if seconds is not None and state.num_shards and clock.seconds >= seconds:
+            break
         _make_shard(output, state, script, writer, clock)
     made_by = {"command": "data synthesize", "settings": output.settings, "counts": dict(state.counts)}
     finish(folder, state.num_shards, output.vocab_size, output.tokenizer, made_by)

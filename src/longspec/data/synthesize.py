@@ -60,6 +60,8 @@ class Request:
     device: str = "auto"
     dtype: str = "auto"
     licence: str | None = None
+    seconds: float | None = None
+    """After so many, the shard at hand is the last one, and the dataset is finished with what there is."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "max_new_tokens", "max_question_tokens", "given_tokens", "seq_length"):
@@ -68,6 +70,8 @@ class Request:
         for name in ("batch", "shard_samples"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.seconds is not None and not self.seconds >= 0:
+            raise UserError(f"seconds is {self.seconds}; it must be 0 or more")
         if not -(2**63) <= self.seed < 2**63:
             raise UserError(f"seed is {self.seed}; it must fit into 64 bits")
         if not self.temperatures:
@@ -131,7 +135,7 @@ def synthesize(request: Request, progress: bool = False) -> Summary:
     )
     writer = Writer(target, batch, request.seq_length, ends)
     with token_bar("Writing", request.tokens, progress) as update:
-        return make_dataset(output, script, writer, update)
+        return make_dataset(output, script, writer, update, request.seconds)
 
 
 def _find(
@@ -164,7 +168,7 @@ def _settings(
     topics: tuple[str, ...],
 ) -> dict[str, Any]:
     """All that decides what is written, as JSON would give it back."""
-    own = {"output", "offline", "device", "dtype", "modes", "temperatures", "prefixes", *_FILES}
+    own = {"output", "offline", "seconds", "device", "dtype", "modes", "temperatures", "prefixes", *_FILES}
     plain = [field.name for field in fields(Request) if field.name not in own]
     return {name: getattr(request, name) for name in plain} | {
         "modes": request.shares,

@@ -3,6 +3,7 @@
 from longspec.hub.cache import cache_dir
 from longspec.hub.registry import DEFAULT_TARGET, MODELS, ModelEntry, nearest
 from longspec.hub.resolve import TargetFiles, on_disk, resolve, resolve_draft, resolve_tokenizer
+from longspec.hub.shipped import default_draft, shipped_draft
 
 __all__ = [
     "DEFAULT_TARGET",
@@ -10,9 +11,11 @@ __all__ = [
     "ModelEntry",
     "TargetFiles",
     "cache_dir",
+    "default_draft",
     "nearest",
     "on_disk",
     "resolve",
     "resolve_draft",
     "resolve_tokenizer",
+    "shipped_draft",
 ]

@@ -33,6 +33,7 @@ class ModelEntry:
     target: str | None
     """Hub id; None for the embedded default, which comes from PyPI (see `longspec.hub.embedded`)."""
     draft: str | None
+    """Hub id; one that comes with the package (`longspec.hub.shipped`) is taken before it."""
     context: int
     pad_id: int | None = None
     eos_id: int | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 from longspec.errors import UserError
 from longspec.hub.registry import MODELS, ModelEntry, nearest
+from longspec.hub.shipped import shipped_draft
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,10 @@ def resolve_tokenizer(
 def resolve_draft(
     draft: str, *, revision: str | None = None, offline: bool = False, progress: bool = True
 ) -> Path:
-    """Find a draft: a folder or .pth file, or a hub id, which is fetched when it is not on disk."""
+    """Find a draft: one that comes with the package, by its target's short name; a folder or .pth file; or a
+    hub id, which is fetched when it is not on disk."""
+    if (folder := shipped_draft(draft)) is not None:
+        return folder
     path = Path(os.path.expanduser(draft))
     if path.exists():
         return path

@@ -140,6 +140,15 @@ def newest_of(run: Path) -> Path:
     return checkpoint
 
 
+def progress_of(run: Path) -> tuple[int, int]:
+    """Steps that a run has done, and those that it is to do; (0, 1) where it has no whole checkpoint."""
+    checkpoint = newest(run)
+    if checkpoint is None:
+        return 0, 1
+    state = read_state(checkpoint)
+    return int(state["step"]), int(state["num_steps"])
+
+
 def draft_of(path: str) -> str:
     """A draft by the path that a user gives: a run stands for the draft of its newest checkpoint."""
     run = Path(path).expanduser()

@@ -2,6 +2,7 @@
 
 longspec train data.train=[data/mine] run=outputs/mine      SmolLM2, stage base, one process
 longspec train experiment=smollm2_cpu_tiny stage=all        three stages in a row
+longspec train experiment=smollm2_gpu stage=all --only long one of them, from the draft of the one before
 longspec train target=llama target.path=./my-llama draft=glide_plus stage=base data.train=[data/mine]
 longspec train stage=long draft.path=outputs/mine data.train=[data/long] run=outputs/mine-long
 longspec train run=outputs/mine resume=latest ...           go on after a crash, with the same settings
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config-dir", "-cd", metavar="FOLDER", help="where groups of your own are looked up too"
     )
+    parser.add_argument("--only", metavar="STAGE", help="of stage=all, this stage alone")
     parser.add_argument("--cfg", choices=["job"], help="print the settings that would be used, and stop")
     # The deepspeed launcher passes it; the environment says the same.
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)
@@ -50,13 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
     if "stage=all" in overrides:
         overrides.remove("stage=all")
         return _run_stages(overrides, arguments)
+    if arguments.only is not None:
+        raise UserError(f"--only {arguments.only}: it picks one stage of several; give stage=all too")
     config = compose_config(overrides, arguments.config_dir)
     if arguments.cfg:
         _print_config(config)
         return 0
-    from longspec.train.trainer import train
-
-    _say(f"done: {train(_complete(config))}")
+    _train(config)
     return 0
 
 
@@ -65,28 +67,60 @@ def _run_stages(overrides: list[str], arguments: argparse.Namespace) -> int:
     whole = compose_config(overrides, arguments.config_dir)
     if not whole.stages:
         raise UserError("stage=all: these settings name no stages")
-    folder, previous = Path(whole.run), whole.draft.path
-    configs = []
-    for name, settings in whole.stages.items():
-        # What the user gave comes last and wins; names and places are the stage's own.
-        own = [f"name={whole.name}_{name}", f"run={folder / str(name)}"]
-        own += [] if previous is None else [f"draft.path={previous}"]
-        configs.append(
-            compose_config([*_groups(overrides), *settings, *_values(overrides), *own], arguments.config_dir)
-        )
-        previous = folder / str(name)
+    names = [str(name) for name in whole.stages]
+    if arguments.only is not None and arguments.only not in names:
+        raise UserError(f"--only {arguments.only}: these settings have the stages {', '.join(names)}")
+    configs = _stage_configs(whole, overrides, arguments)
     if arguments.cfg:
         for config in configs:
             _print_config(config)
         return 0
     from longspec.train.checkpoints import note_stages
-    from longspec.train.trainer import train
 
     if os.environ.get("RANK", "0") == "0":
-        note_stages(folder, [str(name) for name in whole.stages])
+        note_stages(Path(whole.run), names)
     for config in configs:
-        _say(f"done: {train(_complete(config))}")
+        if not _train(config):
+            break
     return 0
+
+
+def _stage_configs(whole: Any, overrides: list[str], arguments: argparse.Namespace) -> list[Any]:
+    """The settings of the stages to run."""
+    folder, previous = Path(whole.run), whole.draft.path
+    configs = []
+    for name, settings in whole.stages.items():
+        # What the user gave comes last and wins; names and places are the stage's own.
+        own = [f"name={whole.name}_{name}", f"run={folder / str(name)}"]
+        start = previous if arguments.only is None else _start_alone(whole, str(name))
+        own += [] if start is None else [f"draft.path={start}"]
+        if arguments.only in (None, name):
+            every = [*_groups(overrides), *settings, *_values(overrides), *own]
+            configs.append(compose_config(every, arguments.config_dir))
+        previous = folder / str(name)
+    return configs
+
+
+def _start_alone(whole: Any, name: str) -> Any:
+    """What a stage begins with that is run alone: the draft that is named, or that of the stage before it."""
+    names = [str(one) for one in whole.stages]
+    if whole.draft.path is not None or name == names[0]:
+        return whole.draft.path
+    return Path(whole.run) / names[names.index(name) - 1]
+
+
+def _train(config: Any) -> bool:
+    """Run one stage; False where its time was up before its end."""
+    from longspec.train.checkpoints import progress_of
+    from longspec.train.trainer import train
+
+    folder = train(_complete(config))
+    step, num_steps = progress_of(folder)
+    if step < num_steps:
+        _say(f"stopped at step {step} of {num_steps}: {folder}; go on with resume=latest")
+        return False
+    _say(f"done: {folder}")
+    return True
 
 
 def _groups(overrides: list[str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from longspec.train.checkpoints import newest_of, read_state, stage_runs
 from longspec.train.report import read_metrics
 from longspec.train.trainer import CONFIG
 
+TRAINING = "training.yaml"
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
     *("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja"),
@@ -29,11 +30,14 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a draft's training, as its run tells it."""
+    """One stage of a draft's training, as its run told it when it ended."""
 
-    config: dict[str, Any]
-    state: dict[str, Any]
-    metrics: list[dict[str, Any]]
+    settings: dict[str, Any]
+    step: int
+    tokens: int
+    loss: float | None
+    tau: float | None
+    """Of a chain on held-out text."""
     sources: list[Source]
 
 
@@ -44,8 +48,8 @@ def export(run: Path, output: Path, dtype: str = "auto") -> Path:
     checkpoint = newest_of(run)
     if output.exists() and any(output.iterdir()):
         raise UserError(f"{output} is not empty: give a new folder")
-    stages = [_stage(folder) for folder in _lineage(stage_runs(run)[-1])]
-    last = stages[-1].config
+    stages = _stages(stage_runs(run)[-1])
+    last = stages[-1].settings
     building = output.with_name(f".building-{output.name}")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
@@ -59,8 +63,8 @@ def export(run: Path, output: Path, dtype: str = "auto") -> Path:
         write_whole(building / PUBLISHED_FILE, pickled.getvalue())
         shutil.copy(checkpoint / "draft" / "config.json", building)
         _copy_tokenizer(last["target"]["path"], building)
-        training = yaml.safe_dump_all([stage.config for stage in stages], sort_keys=False)
-        write_whole(building / "training.yaml", training.encode())
+        training = yaml.safe_dump_all([asdict(stage) for stage in stages], sort_keys=False)
+        write_whole(building / TRAINING, training.encode())
         card = model_card(stages, read_json(checkpoint / "draft" / "config.json"))
         write_whole(building / "README.md", card.encode())
         if output.exists():
@@ -82,17 +86,32 @@ def _dtype(name: str, config: dict[str, Any]) -> torch.dtype:
     return DTYPES[name]
 
 
-def _lineage(run: Path) -> list[Path]:
-    """The runs that led to this one, first to last, as far as they are still there."""
+def _stages(run: Path) -> list[Stage]:
+    """The stages that led to a run's draft, first to last, as far as they are known."""
     runs: list[Path] = []
+    before: list[Stage] = []
     following: Path | None = run
     while following is not None and (following / CONFIG).is_file() and following not in runs:
         runs.insert(0, following)
-        before = yaml.safe_load((following / CONFIG).read_text())["draft"]["path"]
-        following = None if before is None else Path(before)
+        start = yaml.safe_load((following / CONFIG).read_text())["draft"]["path"]
+        following = None if start is None else Path(start)
+        if following is not None and (following / TRAINING).is_file():
+            before = _read_stages(following / TRAINING)  # an exported draft, which tells of its own stages
+            break
         if following is not None and following.is_dir():
             following = stage_runs(following)[-1] if stage_runs(following) else None
-    return runs
+    return [*before, *map(_stage, runs)]
+
+
+def _read_stages(path: Path) -> list[Stage]:
+    try:
+        found = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+        sources = [[Source(**source) for source in stage.pop("sources")] for stage in found]
+        return [Stage(**stage, sources=own) for stage, own in zip(found, sources, strict=True)]
+    except (yaml.YAMLError, TypeError, AttributeError, KeyError) as error:
+        raise UserError(
+            f"cannot read {path}: {' '.join(str(error).split())}; remove it to go without"
+        ) from error
 
 
 def _stage(run: Path) -> Stage:
@@ -103,7 +122,17 @@ def _stage(run: Path) -> Stage:
             sources += read_info(Path(folder)).sources
         except UserError:  # moved or removed since: the card says what is known
             sources.append(Source(f"{folder} (no longer there)", "unknown", 0, 0))
-    return Stage(config, read_state(newest_of(run)), read_metrics(run / "metrics.jsonl"), sources)
+    state, metrics = read_state(newest_of(run)), read_metrics(run / "metrics.jsonl")
+    losses = [line["loss"] for line in metrics if "loss" in line]
+    taus = [line["eval_tau"] for line in metrics if "eval_tau" in line]
+    return Stage(
+        settings=config,
+        step=state["step"],
+        tokens=state["tokens"],
+        loss=losses[-1] if losses else None,
+        tau=taus[-1] if taus else None,
+        sources=sources,
+    )
 
 
 def _copy_tokenizer(target: str, folder: Path) -> None:
@@ -115,7 +144,7 @@ def _copy_tokenizer(target: str, folder: Path) -> None:
 
 def model_card(stages: list[Stage], draft: dict[str, Any]) -> str:
     """The README of an exported draft."""
-    target = stages[-1].config["target"]["path"]
+    target = stages[-1].settings["target"]["path"]
     chain = draft["acceptance"].get("chain", [])
     lines = [
         f"# A GLIDE draft for {target}",
@@ -141,24 +170,33 @@ def model_card(stages: list[Stage], draft: dict[str, Any]) -> str:
         shares = ", ".join(f"{share:.3f}" for share in chain)
         lines += [f"Share of rounds with the token at depth 1, 2, ... accepted, held out: {shares}.", ""]
     lines += ["## Data", "", "| source | licence | documents | tokens |", "|---|---|---|---|"]
-    for source in dict.fromkeys(source for stage in stages for source in stage.sources):
+    for source in _summed(stages):
         documents, tokens = f"{source.num_documents:,}", f"{source.num_tokens:,}"
         lines.append(f"| {source.name} | {source.licence} | {documents} | {tokens} |")
-    lines += ["", "The settings of every stage are in `training.yaml`.", ""]
+    lines += ["", "The settings and the outcome of every stage are in `training.yaml`.", ""]
     return "\n".join(lines)
 
 
+def _summed(stages: list[Stage]) -> list[Source]:
+    """Each source once, with what all of its datasets hold."""
+    found: dict[tuple[str, str], Source] = {}
+    for source in dict.fromkeys(source for stage in stages for source in stage.sources):
+        key = (source.name, source.licence)
+        known = found.get(key, Source(*key, 0, 0))
+        documents, tokens = known.num_documents + source.num_documents, known.num_tokens + source.num_tokens
+        found[key] = Source(*key, documents, tokens)
+    return list(found.values())
+
+
 def _row(stage: Stage) -> str:
-    losses = [line["loss"] for line in stage.metrics if "loss" in line]
-    taus = [line["eval_tau"] for line in stage.metrics if "eval_tau" in line]
-    settings, state = stage.config["stage"], stage.state
+    settings = stage.settings["stage"]
     cells = (
         settings["name"],
         f"{settings['seq_length']:,}",
-        f"{state['step']:,}",
-        f"{state['tokens']:,}",
+        f"{stage.step:,}",
+        f"{stage.tokens:,}",
         f"{settings['lr']:g}",
-        f"{losses[-1]:.3f}" if losses else "",
-        f"{taus[-1]:.2f}" if taus else "",
+        "" if stage.loss is None else f"{stage.loss:.3f}",
+        "" if stage.tau is None else f"{stage.tau:.2f}",
     )
     return f"| {' | '.join(cells)} |"

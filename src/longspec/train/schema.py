@@ -98,6 +98,8 @@ class SavingSettings:
     save_steps: int = 200
     keep: int = 3
     log_steps: int = 10
+    max_seconds: float = 0.0
+    """After so many, save and stop; resume=latest goes on. 0 is no limit."""
 
 
 @dataclass

@@ -128,6 +128,7 @@ class Trainer:
         )
         self.acceptance: evaluate.Acceptance | None = None
         self.sums = _Sums()
+        self.started = time.perf_counter()
 
     def run(self) -> Path:
         """Train to the end."""
@@ -146,7 +147,7 @@ class Trainer:
                 assert waiting is not None
                 waiting = self._step(step, waiting, loader)
                 done = step + 1
-                last = done == self.num_steps
+                last = done == self.num_steps or self._time_is_up()
                 saves = last or done % self.settings.saving.save_steps == 0
                 if saves or done % self.settings.saving.log_steps == 0:
                     self._log(done, loggers, update)
@@ -155,9 +156,19 @@ class Trainer:
                     self._evaluate(done, texts, loggers, update)
                 if saves:
                     self._save(done)
+                if last:
+                    break
         for logger in loggers:
             logger.close()
         return self.folder
+
+    def _time_is_up(self) -> bool:
+        """Whether this run has had its seconds; the first process's clock decides for all."""
+        limit = self.settings.saving.max_seconds
+        if not limit:
+            return False
+        over = self.processes.first and time.perf_counter() - self.started >= limit
+        return bool(self.engine.sum(torch.tensor(float(over), dtype=torch.float64)) > 0)
 
     def _begin(self) -> int:
         """Make the folder, or go on from its newest checkpoint; returns the first step to do."""

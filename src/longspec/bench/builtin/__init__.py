@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from longspec.api import LongSpec
+from longspec.bench.cut import spliced
 from longspec.bench.workloads import Item, Workload
 from longspec.errors import UserError
 
@@ -76,20 +77,10 @@ def _text(model: LongSpec, length: int) -> tuple[int, ...]:
         if len(ids) >= length:
             break
         ids += _ids(model, topics[name] + "\n\n")
-    # The template goes around an empty text, and the pages into the place that leaves.
-    encode, vocab_size = model.engine.encoder.encode, model.engine.target.config.vocab_size
-    asked = encode(f"Here are pages of a manual.{_QUESTION}", False, vocab_size)
-    question = _ids(model, _QUESTION)
-    place = next(
-        (at for at in range(len(asked)) if asked[at : at + len(question)] == question),
-        len(asked),  # a tokenizer that joins them otherwise: the pages come before the answer all the same
-    )
-    pages = length - len(asked)
-    if pages < 1:
-        raise UserError(f"text:{length} is too short for its question of {len(asked)} tokens")
-    if len(ids) < pages:
+    prompt = spliced(model, "Here are pages of a manual.", ids, _QUESTION, length)
+    if prompt is None:
         raise UserError(f"text:{length} is longer than the reference, which has {len(ids)} tokens here")
-    return (*asked[:place], *ids[:pages], *asked[place:])
+    return prompt
 
 
 def _ids(model: LongSpec, text: str) -> list[int]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from longspec import LongSpec
 from longspec.bench.latency import Setting, measure_latency, table
+from longspec.bench.rounds import CONTEXTS, GAMMAS, VARIANTS, measure_rounds
+from longspec.bench.rounds import table as round_table
 from longspec.config import DraftConfig
 from longspec.decoding.choose import Sampling
 
@@ -21,3 +24,10 @@ def test_every_context_and_batch_is_measured() -> None:
     assert lines[0].draft_kv_bytes == lines[2].draft_kv_bytes, "whatever the context"
     assert lines[0].floor < lines[2].floor
     assert table(lines).count("\n") == 5
+
+
+def test_the_parts_of_a_chains_round(tiny: LongSpec) -> None:
+    lines = measure_rounds(tiny.engine.target, 1)
+    assert len(lines) == len(CONTEXTS) * len(VARIANTS) * len(GAMMAS)
+    assert all(min(one.propose, one.verify, one.whole) > 0 for one in lines)
+    assert len(round_table(lines).splitlines()) == 2 + len(CONTEXTS) * len(VARIANTS)

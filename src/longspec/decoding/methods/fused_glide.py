@@ -41,7 +41,7 @@ def propose_tree(
         state.target.attention,
         cross_caches(state.cache, draft.config.layers_of(draft.target_config)),
         state.target.attention.plan(lengths, 1),
-        None if draft.feature is None else draft.feature(state.feature)[:, None],
+        draft.project_feature(state.feature[:, None]),
     )
     tokens, parents = [state.roots[:, None]], torch.zeros_like(state.roots)[:, None]
     scores = [torch.zeros_like(parents, dtype=torch.float32)]

@@ -10,21 +10,12 @@ from pathlib import Path
 
 import pytest
 
-<<<<<<< HEAD
 from longspec.cli.main import main
 
 COMMAND = (
     "longspec.cli.main bench latency --shape tiny --context 64 256 1000000000 --batch 1 2 --tree-shape 2,4 "
     "--draft-vocab 128 --rounds 3 --repeats 3 --device cpu --tau 2.5"
 )
-=======
-from longspec import LongSpec
-from longspec.bench.latency import Setting, measure_latency, table
-from longspec.bench.rounds import CONTEXTS, GAMMAS, VARIANTS, measure_rounds
-from longspec.bench.rounds import table as round_table
-from longspec.config import DraftConfig
-from longspec.decoding.choose import Sampling
->>>>>>> d0476a9e42218dd98b4dcd90b9c33f1b8d76d67e
 
 
 def test_every_context_and_batch_is_measured(tmp_path: Path) -> None:
@@ -42,7 +33,6 @@ def test_every_context_and_batch_is_measured(tmp_path: Path) -> None:
     assert len({line["draft_kv_bytes"] for line in lines}) == 1, "whatever the context and batch"
     assert "KV of a row is the same at every context" in text
     for line in lines:
-<<<<<<< HEAD
         assert line["nodes"] == 7
         # Two layers, keys and values of two heads of 16 in fp32.
         assert line["kv_bytes"] == 2 * 2 * 2 * 16 * 4 * line["context"] * line["batch"]
@@ -88,18 +78,3 @@ def test_bad_values_are_one_line(flags: str, says: str, capsys: pytest.CaptureFi
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1
-=======
-        assert line.nodes == 7
-        assert line.ratio == pytest.approx(line.tree / line.vanilla)
-        assert line.tokens_per_second == pytest.approx(1000 * line.batch / line.vanilla)
-    assert lines[0].draft_kv_bytes == lines[2].draft_kv_bytes, "whatever the context"
-    assert lines[0].floor < lines[2].floor
-    assert table(lines).count("\n") == 5
-
-
-def test_the_parts_of_a_chains_round(tiny: LongSpec) -> None:
-    lines = measure_rounds(tiny.engine.target, 1)
-    assert len(lines) == len(CONTEXTS) * len(VARIANTS) * len(GAMMAS)
-    assert all(min(one.propose, one.verify, one.whole) > 0 for one in lines)
-    assert len(round_table(lines).splitlines()) == 2 + len(CONTEXTS) * len(VARIANTS)
->>>>>>> d0476a9e42218dd98b4dcd90b9c33f1b8d76d67e

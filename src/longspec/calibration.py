@@ -1,10 +1,17 @@
-"""The plan of `auto`: measured once per model, draft and machine, and remembered on disk."""
+"""The plan of `auto`: measured once per model, draft and machine, and remembered on disk.
+
+What is measured while other programs take the processors is used, but not believed: it is measured again the
+next time, a few times at most, and the least disturbed figures count.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +21,7 @@ from longspec import __version__
 from longspec.decoding.auto import Costs, Plan, candidates
 from longspec.decoding.device import replays
 from longspec.decoding.methods.make import Drafting
-from longspec.decoding.timing import measure, places
+from longspec.decoding.timing import Times, measure, places
 from longspec.hub import cache_dir
 from longspec.models.files import write_whole
 from longspec.models.placement import device_name
@@ -36,15 +43,81 @@ def plan_for(
         return Plan(Costs({}), acceptance, options)
     where = places(target, limit, replayed)
     path = cache_dir() / "calibration" / f"{_key(target, draft, [list(options), where, replayed])}.json"
-    costs = _read(path)
-    if costs is None:
+    known = _read(path)
+    if known is None or not known.settled:
         if progress:
             print("longspec: measuring this machine for --method auto (once)", file=sys.stderr)
         total = (len(options) + 1) * sum(len(contexts) for _, contexts in where)
+        work = _Work()
         with count_bar("measuring", total, progress) as advance:
-            costs = Costs(measure(target, draft, options, where, replayed, advance))
-        _write(path, costs)
-    return Plan(costs, acceptance, options)
+            times = measure(target, draft, options, where, replayed, advance)
+        known = _Measured.after(known, times, target.device.type != "cpu" or work.alone())
+        if progress and not known.settled:
+            print(
+                "longspec: other programs are at work here, so it is measured again next time",
+                file=sys.stderr,
+            )
+        _write(path, known)
+    return Plan(Costs(known.times), acceptance, options)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What is remembered."""
+
+    times: Times
+    tries: int
+    alone: bool
+    """Whether nothing else took the processors."""
+
+    # Where it is never quiet, what was found in so many tries must do.
+    MOST_TRIES = 3
+
+    @property
+    def settled(self) -> bool:
+        """Whether it need not be measured again."""
+        return self.alone or self.tries >= self.MOST_TRIES
+
+    @classmethod
+    def after(cls, before: _Measured | None, times: Times, alone: bool) -> _Measured:
+        """What is known with these new times: of two tries that were disturbed, the faster figures."""
+        if before is None or alone:
+            return cls(times, 1, alone)
+        least = {
+            name: [
+                (batch, context, min(seconds, old))
+                for (batch, context, seconds), (*_, old) in zip(lines, before.times[name], strict=True)
+            ]
+            for name, lines in times.items()
+        }
+        return cls(least, before.tries + 1, alone)
+
+
+class _Work:
+    """Watches, from now on, how much of the processors other programs take."""
+
+    # A processor's share that is no disturbance: some service is always at work.
+    _NOTHING = 0.2
+
+    def __init__(self) -> None:
+        self._started = self._now()
+
+    def alone(self) -> bool:
+        """Whether the others left this program as many processors as it has threads."""
+        wall, everyone, ours = (now - then for now, then in zip(self._now(), self._started, strict=True))
+        free = (os.cpu_count() or 1) - torch.get_num_threads()
+        return (everyone - ours) / wall <= max(free, 0) + self._NOTHING
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Seconds: of the clock, of all processors at work, and of those at work for this program."""
+        ours = time.process_time()
+        try:
+            user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:9])
+        except (OSError, ValueError):
+            return time.monotonic(), ours, ours  # another system: taken to be quiet
+        ticks = user + nice + system + sum(interrupts)
+        return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), ours
 
 
 def _key(target: Transformer, draft: Drafting | None, what: list[Any]) -> str:
@@ -59,20 +132,22 @@ def _key(target: Transformer, draft: Drafting | None, what: list[Any]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
 
 
-def _read(path: Path) -> Costs | None:
+def _read(path: Path) -> _Measured | None:
     try:
-        times = json.loads(path.read_text())
-        return Costs(
-            {name: [(int(a), int(b), float(c)) for a, b, c in measured] for name, measured in times.items()}
-        )
-    except (OSError, ValueError, AttributeError, TypeError):
+        found = json.loads(path.read_text())
+        times = {
+            str(name): [(int(a), int(b), float(c)) for a, b, c in lines]
+            for name, lines in found["times"].items()
+        }
+        return _Measured(times, int(found["tries"]), bool(found["alone"]))
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return None  # not there, or damaged: measured again and written anew
 
 
-def _write(path: Path, costs: Costs) -> None:
+def _write(path: Path, known: _Measured) -> None:
     """Keep it for next time; a disk that will not have it only costs the measuring then."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(costs.times, indent=1).encode())
+        write_whole(path, json.dumps(asdict(known), indent=1).encode())
     except OSError as error:
         print(f"longspec: could not remember the measurements: {error}", file=sys.stderr)

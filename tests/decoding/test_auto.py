@@ -198,7 +198,8 @@ def test_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_others_disturb_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path))
     target, found = tiny_target(num_layers=1, max_length=4096), []
-    busy = [subprocess.Popen((sys.executable, "-c", "while True: pass")) for _ in range(os.cpu_count() or 1)]
+    command = (sys.executable, "-c", "while True: pass")
+    busy = [subprocess.Popen(command) for _ in range(2 * (os.cpu_count() or 1))]
     try:
         time.sleep(0.5)  # until they run
         for _ in range(4):

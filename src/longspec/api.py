@@ -13,7 +13,9 @@ import torch
 from longspec import hub
 from longspec.attention import choose_backend
 from longspec.calibration import plan_for
+from longspec.config import ModelConfig
 from longspec.decoding.choose import Sampling
+from longspec.decoding.methods.make import Drafting
 from longspec.decoding.reuse import PrefixStore
 from longspec.errors import UserError, naming, whole_number
 from longspec.generation import Generation
@@ -87,18 +89,9 @@ class LongSpec:
         defaults, told = _read_defaults(folder), eos_ids(folder)
         encoder = PromptEncoder(folder, entry.chat_template if entry else None)
         ends = told | {encoder.tokenizer.eos_token_id, entry.eos_id if entry else None}
-        num_bytes = config.num_parameters * kind.itemsize
-        with (
-            memory_explained(
-                f"the {gigabytes(num_bytes)} of {target} in {str(kind).removeprefix('torch.')} on {place}",
-                _SMALLER,
-            ),
-            WeightFiles(folder) as weights,
-            byte_bar(f"Loading {target}", num_bytes, progress) as advance,
-        ):
-            model = load_target(config, weights.tensor, place, kind, advance)
+        model = _load_model(target, folder, config, place, kind, progress)
         model.attention = backend
-        drafting: tuple[GlideDraft, DraftHead] | None = None
+        drafting: Drafting | None = None
         acceptance: dict[str, Any] = {}
         if wanted and wanted != "none":
             path = hub.resolve_draft(wanted, offline=offline, progress=progress)
@@ -218,9 +211,21 @@ def name_of(what: str, given: Any) -> str:
     return name
 
 
-def prepare_draft(
-    draft: GlideDraft, target: Transformer, draft_dtype: str = "auto"
-) -> tuple[GlideDraft, DraftHead]:
+def _load_model(
+    name: str, folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: bool
+) -> Transformer:
+    """The target, from the files that are there."""
+    num_bytes = config.num_parameters * dtype.itemsize
+    what = f"the {gigabytes(num_bytes)} of {name} in {str(dtype).removeprefix('torch.')} on {device}"
+    with (
+        memory_explained(what, _SMALLER),
+        WeightFiles(folder) as weights,
+        byte_bar(f"Loading {name}", num_bytes, progress) as advance,
+    ):
+        return load_target(config, weights.tensor, device, dtype, advance)
+
+
+def prepare_draft(draft: GlideDraft, target: Transformer, draft_dtype: str = "auto") -> Drafting:
     """A draft ready to decode with, and the target's head as it uses it."""
     draft.requires_grad_(False).eval()
     int8 = wants_int8(draft_dtype, draft)
@@ -232,7 +237,7 @@ def prepare_draft(
 
 def _load_drafting(
     path: Path, target: Transformer, target_name: str, draft_dtype: str
-) -> tuple[tuple[GlideDraft, DraftHead], dict[str, Any]]:
+) -> tuple[Drafting, dict[str, Any]]:
     """The draft and its head, and what is known of its acceptance."""
     with memory_explained(f"the draft {path} beside {target_name} on {target.device}", _SMALLER):
         loaded = load_draft(path, target, target_name)

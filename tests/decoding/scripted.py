@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from longspec.config import DraftConfig, ModelConfig
-from longspec.decoding.loop import DecodeState
+from longspec.decoding.loop import DecodeState, Method
 from longspec.decoding.methods.glide import Glide
+from longspec.decoding.tree import TokenTree
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.target import Transformer
 
@@ -81,3 +82,16 @@ def tiny_target(seed: int = 0, **changes: Any) -> Transformer:
         nn.init.normal_(weight, mean=1.0 if weight.ndim == 1 else 0.0, std=0.3, generator=generator)
     target.rope.reserve(256)
     return target.requires_grad_(False).eval()
+
+
+def count_proposals(method: Method) -> list[DecodeState]:
+    """The states that the method is asked to propose for, from now on, as they come."""
+    asked: list[DecodeState] = []
+    propose = method.propose
+
+    def counted(state: DecodeState) -> TokenTree:
+        asked.append(state)
+        return propose(state)
+
+    method.propose = counted  # type: ignore[method-assign]
+    return asked

@@ -21,14 +21,13 @@ from longspec.decoding.auto import Costs, Plan, candidates
 from longspec.decoding.choose import Sampling
 from longspec.decoding.expected import gain, num_nodes
 from longspec.decoding.guard import Account, Guarded, Prices
-from longspec.decoding.loop import DecodeState, Method, decode, start
+from longspec.decoding.loop import Method, decode, start
 from longspec.decoding.methods.make import MethodOptions
 from longspec.decoding.methods.vanilla import Vanilla
 from longspec.decoding.row import Row
 from longspec.decoding.timing import measure
-from longspec.decoding.tree import TokenTree
 from longspec.models.draft import DraftHead, GlideDraft
-from tests.decoding.scripted import SCRIPTS, Script, ScriptedGlide, tiny_target
+from tests.decoding.scripted import SCRIPTS, Script, ScriptedGlide, count_proposals, tiny_target
 
 ACCEPTANCE = {"chain": [0.8, 0.6, 0.4, 0.3], "trees": {"4,8": [0.9, 0.7]}}
 
@@ -152,25 +151,20 @@ def test_the_guard_rests_what_loses_and_changes_nothing(script: str) -> None:
     texts = [row.tokens for row in answers]
     alone = decoded(ScriptedGlide(target, texts, KNOWN[script], (1, 1, 1)))
     inner = ScriptedGlide(target, texts, KNOWN[script], (1, 1, 1))
-    drafted, propose = 0, inner.propose
-
-    def counted(state: DecodeState) -> TokenTree:
-        nonlocal drafted
-        drafted += 1
-        return propose(state)
-
-    inner.propose = counted  # type: ignore[method-assign]
+    drafted = count_proposals(inner)
     rows = decoded(Guarded(inner, Prices(((4, 1.4),))))
     assert [row.tokens for row in rows] == texts
     rounds, steps = rows[0].num_rounds, new - 1
-    cost = rounds + 0.4 * drafted
+    cost = rounds + 0.4 * len(drafted)
     assert cost <= steps * (1 + Account.SHARE) + Account.START + 0.4, "never slower, but for what it may lose"
     if script == "adversary":
-        assert 8 < drafted < 18, "most rounds of a useless draft are the target's alone; it is tried again"
+        assert 8 < len(drafted) < 18, (
+            "most rounds of a useless draft are the target's alone; it is tried again"
+        )
     elif script == "late":
         assert rounds < 1.2 * alone[0].num_rounds, "it is soon tried again where it has become good"
     else:
-        assert drafted == rounds == alone[0].num_rounds
+        assert len(drafted) == rounds == alone[0].num_rounds
 
 
 def test_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

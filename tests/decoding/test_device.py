@@ -21,7 +21,7 @@ from longspec.decoding.row import Row
 from longspec.decoding.tree import TokenTree
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.target import Transformer
-from tests.decoding.scripted import SCRIPTS, ScriptedGlide, tiny_target
+from tests.decoding.scripted import SCRIPTS, ScriptedGlide, count_proposals, tiny_target
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]]
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.9)]
@@ -109,25 +109,18 @@ def test_the_guard_switches_between_two_kinds_of_rounds(script: str) -> None:
     texts = [row.tokens for row in decoded(Vanilla())]
     inner = ScriptedGlide(target, texts, SCRIPTS[script], (1, 1, 1))
     inner.device_key = (script,)
-    drafted, propose = 0, inner.propose
-
-    def counted(state: DecodeState) -> TokenTree:
-        nonlocal drafted
-        drafted += 1
-        return propose(state)
-
-    inner.propose = counted  # type: ignore[method-assign]
+    drafted = count_proposals(inner)
     alone = decoded(inner)
-    assert drafted == max(row.num_rounds for row in alone) + 1, "one round is on its way at the end"
+    assert len(drafted) == max(row.num_rounds for row in alone) + 1, "one round is on its way at the end"
     for _ in range(2):  # the second time with rounds that were kept
-        drafted = 0
+        drafted.clear()
         rows = decoded(Guarded(inner, Prices(((4, 1.4),))))
         assert [row.tokens for row in rows] == texts
         rounds = max(row.num_rounds for row in rows)
         if script == "adversary":
-            assert 8 < drafted < 20, "most rounds are the target's alone; it is tried again"
+            assert 8 < len(drafted) < 20, "most rounds are the target's alone; it is tried again"
         else:
-            assert drafted == rounds + 1
+            assert len(drafted) == rounds + 1
             assert [row.depths for row in rows] == [row.depths for row in alone]
 
 

@@ -78,6 +78,11 @@ class Attention(Protocol):
         ...
 
 
+def copies_whole(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether our kernels are for such heads: they copy keys and values by 16 bytes."""
+    return head_dim * dtype.itemsize % 16 == 0
+
+
 def merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Combine attention over two disjoint sets of keys. A side that saw nothing has weight 0."""
     (out_one, lse_one), (out_two, lse_two) = one, two

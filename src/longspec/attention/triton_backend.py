@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from longspec.attention.base import AttentionPlan
+from longspec.attention.base import AttentionPlan, copies_whole
 from longspec.attention.torch_backend import TorchAttention
 from longspec.kernels.attention import attend, masked
 
@@ -26,7 +26,7 @@ class TritonAttention:
 
     def fuses(self, x: Tensor) -> bool:
         """See `Attention.fuses`. Where gradients are wanted, the kernels have none."""
-        return (x.is_cuda or triton.knobs.runtime.interpret) and not torch.is_grad_enabled()
+        return _reaches(x) and not torch.is_grad_enabled()
 
     def plan(
         self,
@@ -66,10 +66,15 @@ class TritonAttention:
 
 
 def _covers_heads(q: Tensor) -> bool:
-    """Whether the kernels are for these queries [B, T, H, D]: rows of keys are copied by 16 bytes."""
-    return _covers(q, q.shape[1]) and q.shape[3] * q.element_size() % 16 == 0
+    """Whether the kernels are for these queries [B, T, H, D]."""
+    return _covers(q, q.shape[1]) and copies_whole(q.shape[3], q.dtype)
 
 
 def _covers(x: Tensor, num_queries: int) -> bool:
     """Whether the kernels are for this."""
-    return num_queries <= MAX_QUERIES and (x.is_cuda or triton.knobs.runtime.interpret)
+    return num_queries <= MAX_QUERIES and _reaches(x)
+
+
+def _reaches(x: Tensor) -> bool:
+    """Whether kernels can read x: on a GPU, or anywhere in the interpreter."""
+    return x.is_cuda or bool(triton.knobs.runtime.interpret)

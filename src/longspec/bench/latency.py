@@ -6,7 +6,6 @@ Tokens that random weights draft are hardly ever accepted; what a round costs do
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -24,13 +23,14 @@ from longspec.config import DraftConfig, ModelConfig
 from longspec.decoding.accept import accept_coupled
 from longspec.decoding.auto import Plan
 from longspec.decoding.choose import Sampling
-from longspec.decoding.device import DeviceRounds
+from longspec.decoding.device import DeviceRounds, replays
 from longspec.decoding.expected import gain
 from longspec.decoding.loop import DecodeState, Method, host_rounds, start
 from longspec.decoding.methods.glide import Glide
 from longspec.decoding.methods.make import DEFAULT_TREE, MethodOptions, make_method
 from longspec.decoding.methods.vanilla import Vanilla
 from longspec.decoding.row import Row
+from longspec.decoding.timing import seconds_a_round
 from longspec.errors import UserError
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.layers import pack_linears
@@ -177,9 +177,7 @@ def measure_latency(setting: Setting, on_line: Callable[[Latencies], None] = lam
     draft = GlideDraft(config, setting.draft)
     draft.initialise(torch.Generator().manual_seed(0))
     drafting = prepare_draft(draft.to(device=device, dtype=dtype), target)
-    with torch.inference_mode():
-        replays = device.type == "cuda" and attention.fuses(target.embedding)
-    found = Latencies(setting, device, dtype, replays, bandwidth, [], [])
+    found = Latencies(setting, device, dtype, replays(target), bandwidth, [], [])
     plan = cache(partial(plan_for, target, drafting, {}, max(setting.contexts) + 1, False))
     for context in setting.contexts:
         for batch in setting.batches:
@@ -273,7 +271,7 @@ def _times(
     batch: int,
     capacity: int,
     setting: Setting,
-    replays: bool,
+    replayed: bool,
 ) -> list[Mode]:
     """Greedy, then sampled: vanilla and tree by turns, over one cache."""
     kv = target.new_cache(batch, capacity)
@@ -286,7 +284,7 @@ def _times(
     rows = [Row([1] * context, row, capacity) for row in range(batch)]
     samplings = [Sampling()] + ([setting.sampling] if setting.sampling else [])
     begins = [
-        _rounds(start(target, kv, rows, sampling), method, replays)
+        _rounds(start(target, kv, rows, sampling), method, replayed)
         for sampling in samplings
         for method in (Vanilla(), tree)
     ]
@@ -294,25 +292,15 @@ def _times(
     for _ in range(setting.repeats):
         for times, begin in zip(taken, begins, strict=True):
             kv.lengths.fill_(context)
-            times.append(_time(begin(), setting.rounds))
+            times.append(1e3 * seconds_a_round(begin(), _WARM_UP, setting.rounds))
     return [_mode(*taken[first : first + 2]) for first in range(0, len(taken), 2)]
 
 
-def _rounds(state: DecodeState, method: Method, replays: bool) -> Callable[[], Iterator[object]]:
+def _rounds(state: DecodeState, method: Method, replayed: bool) -> Callable[[], Iterator[object]]:
     """What begins anew at the state and gives a round each time it is asked, as requests run them."""
-    if replays:
+    if replayed:
         return partial(DeviceRounds(state, method).run, state)
     return partial(host_rounds, state, method, accept_coupled)
-
-
-def _time(rounds: Iterator[object], count: int) -> float:
-    """Milliseconds a round, the host's reading included."""
-    for _ in range(_WARM_UP):
-        next(rounds)
-    started = time.perf_counter()
-    for _ in range(count):
-        next(rounds)
-    return 1e3 * (time.perf_counter() - started) / count
 
 
 def _mode(steps: list[float], rounds: list[float]) -> Mode:

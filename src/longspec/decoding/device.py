@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from longspec.attention.base import copies_whole
 from longspec.decoding.accept import Accepted
 from longspec.decoding.choose import choose
 from longspec.decoding.graph import capture
@@ -257,7 +258,8 @@ class _Slot:
 class RoundStore:
     """The rounds of the last few methods over one cache, between requests."""
 
-    _MOST = 4
+    MOST = 4
+    """Methods whose rounds are kept."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Hashable, ...], DeviceRounds] = {}
@@ -271,7 +273,7 @@ class RoundStore:
         guard = method if isinstance(method, Guarded) else None
         key = (method.device_key, state.sampling, state.rows[0].eos_ids)
         if key not in self._kept:
-            while len(self._kept) >= self._MOST:
+            while len(self._kept) >= self.MOST:
                 del self._kept[next(iter(self._kept))]
             self._kept[key] = DeviceRounds(state, method if guard is None else guard.method)
         return self._kept[key].run(state, guard)
@@ -284,7 +286,7 @@ class RoundStore:
 def replays(target: Transformer) -> bool:
     """Whether rounds over this target are captured and replayed: on a GPU, with kernels that allow it."""
     # Heads of an odd size are left to torch's kernels, which ask the host.
-    even = target.config.head_dim * target.dtype.itemsize % 16 == 0
+    even = copies_whole(target.config.head_dim, target.dtype)
     with torch.inference_mode():
         return target.device.type == "cuda" and even and target.attention.fuses(target.embedding)
 

@@ -8,10 +8,9 @@ import torch
 
 from longspec.cache import DraftCache
 from longspec.config import DraftConfig, ModelConfig
+from longspec.decoding.device import RoundStore
 from longspec.models.placement import OVERHEAD, draft_weights, free_memory, plan_memory, total_memory
 
-# Graphs that are kept over one cache. Each has a pool of its own, which nothing else can use.
-GRAPHS = 4
 # Partial results of attention, masks and whatever else of a round does not grow with the vocabulary.
 _SMALL = 32 * 2**20
 
@@ -67,7 +66,9 @@ def plan_decoding(
     capacity = context + num_nodes
     rope = 2 * capacity * config.head_dim * torch.float32.itemsize
     ring = batch * DraftCache.size_of(config, draft, num_nodes, dtype) if draft else 0
-    graphs = GRAPHS * graph_pool(config, draft, batch, tree_shape, dtype) if device.type == "cuda" else 0
+    # Each graph that is kept has a pool of its own, which nothing else can use.
+    pool = graph_pool(config, draft, batch, tree_shape, dtype)
+    graphs = RoundStore.MOST * pool if device.type == "cuda" else 0
     needs = MemoryNeeds(
         weights=target.weights,
         kv=batch * capacity * target.kv_per_token,

@@ -102,14 +102,19 @@ def _time_replayed(
         captured = DeviceRounds(_state(target, cache, contexts[0]), method)
         for context in contexts:
             rounds = captured.run(_state(target, cache, context))
-            for _ in range(4):
-                next(rounds)
-            started = time.perf_counter()
-            for _ in range(REPLAYED_ROUNDS):
-                next(rounds)
-            yield name, context, (time.perf_counter() - started) / REPLAYED_ROUNDS
+            yield name, context, seconds_a_round(rounds, 4, REPLAYED_ROUNDS)
         if target.device.type == "cuda":
             torch.cuda.synchronize(target.device)  # one round is on its way, and its graph goes now
+
+
+def seconds_a_round(rounds: Iterator[object], warm_up: int, count: int) -> float:
+    """Of `count` rounds, the host's reading included, after some that are not timed."""
+    for _ in range(warm_up):
+        next(rounds)
+    started = time.perf_counter()
+    for _ in range(count):
+        next(rounds)
+    return (time.perf_counter() - started) / count
 
 
 def _time_on_host(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longspec.errors import UserError
-from longspec.models.layers import Linear
+from longspec.models.layers import Linear, replace_linears
 
 DRAFT_DTYPES = ("auto", "int8", "target")
 
@@ -56,11 +56,7 @@ class Int8Linear(nn.Module):
 
 def round_linears(module: nn.Module) -> None:
     """Replace every `Linear` below `module` that can be rounded by its int8 form."""
-    for name, child in module.named_children():
-        if isinstance(child, Linear) and Int8Linear.supports(child):
-            setattr(module, name, Int8Linear(child))
-        else:
-            round_linears(child)
+    replace_linears(module, Int8Linear)
 
 
 def check_draft_dtype(kind: str) -> None:

@@ -114,13 +114,30 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
+class LinearForm(Protocol):
+    """Another form of a `Linear`: a class of modules, made from one."""
+
+    def __call__(self, linear: Linear) -> nn.Module:
+        """The other form of `linear`."""
+        ...
+
+    def supports(self, linear: Linear) -> bool:
+        """Whether `linear` has it here."""
+        ...
+
+
+def replace_linears(module: nn.Module, form: LinearForm) -> None:
+    """Replace every `Linear` below `module` that supports it by another form."""
+    for name, child in module.named_children():
+        if isinstance(child, Linear) and form.supports(child):
+            setattr(module, name, form(child))
+        else:
+            replace_linears(child, form)
+
+
 def pack_linears(module: nn.Module) -> None:
     """Replace every `Linear` below `module` that can be packed by its packed form."""
-    for name, child in module.named_children():
-        if isinstance(child, Linear) and PackedLinear.supports(child):
-            setattr(module, name, PackedLinear(child))
-        else:
-            pack_linears(child)
+    replace_linears(module, PackedLinear)
 
 
 # So much of a half-precision head is turned into fp32 at a time.

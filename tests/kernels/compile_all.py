@@ -17,6 +17,7 @@ from longspec.kernels.attention import attend, masked
 from longspec.kernels.choose import choose_tokens
 from longspec.kernels.commit import commit_path
 from longspec.kernels.draw import draw_tokens
+from longspec.kernels.embed import embed
 from longspec.kernels.linear import few_rows
 from longspec.kernels.noise import gumbel_noise
 from longspec.kernels.norm import add_rms_norm, rms_norm
@@ -85,7 +86,9 @@ def call_models(T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024, E: i
     rope_write(qkv, table, places, places, k, k, (halves(D), halves(D), 1e-6))
     silu_mul(halves(1, T, 3072))
     few_rows(x, halves(960, E), halves(960), x, (weight, 1e-5))
-    few_rows(halves(1, T, 3072), halves(E, 1536), gate=True)
+    few_rows(x, halves(3072, E), None, x, (weight, 1e-5), gated=True)
+    few_rows(x[:, :1], halves(3072, E), None, x[:, :1], (weight, 1e-5), gated=True)
+    few_rows(halves(1, T, 1536), halves(E, 1536))
 
 
 def call_rounds(N: int, V: int = 49152, window: int = 512) -> None:
@@ -94,13 +97,15 @@ def call_rounds(N: int, V: int = 49152, window: int = 512) -> None:
     choose_tokens(logits, numbers(N), numbers(N))
     seen = torch.zeros(N, V, dtype=torch.bool)
     choose_tokens(logits, numbers(N), numbers(N), 0.7, 20, 0.9, 0.1, 1.1, seen)
-    best_children(logits[None], torch.zeros(1, N), 16)
-    best_children(logits[None], torch.zeros(1, N), 16, 0.7, torch.zeros(1, V), torch.arange(V), 5)
+    tree = (numbers(1, 80), numbers(1, 80), torch.zeros(1, 80))
+    best_children(logits[None], tree, range(0, N), 16)
+    best_children(logits[None], tree, range(5, 5 + N), 16, 0.7, torch.zeros(1, V), torch.arange(V))
     gumbel_noise(numbers(N), numbers(N), torch.arange(V))
     draw_tokens(logits, torch.zeros(N), numbers(N), numbers(N))
-    tree_sees(parents, 5)
-    level_places(numbers(1, window + N + 1), lengths, parents, 8, 2, window)
-    claim_newest(lengths, lengths, numbers(1, window + N + 1), 6, window)
+    embed(parents, halves(V, 576))
+    tree_sees(parents, 5, lengths)
+    level_places(numbers(1, window + N + 1), lengths, parents, range(1, 9), 2, window)
+    claim_newest(numbers(1, 6), lengths, lengths, numbers(1, window + N + 1), window, tree)
     prune(parents, parents, torch.zeros(1, N), N // 2)
     running, emitted, report = torch.zeros(1, dtype=torch.bool), numbers(1, 6), numbers(1, 7)
     state = (running, emitted, numbers(1), report, halves(1, 576))

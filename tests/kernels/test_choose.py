@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from longspec.data.writer import draw
 from longspec.decoding.choose import Sampling, choose, gumbel
@@ -70,6 +71,18 @@ def test_noise_is_that_of_choose() -> None:
     torch.testing.assert_close(noise.cpu(), gumbel(seeds, positions, tokens).float(), atol=0, rtol=2e-7)
 
 
+def grown(logits: Tensor, scores: Tensor, width: int, *given: object) -> list[Tensor]:
+    """The children of a level that stands behind two other nodes; parents are counted from its first."""
+    B, n = scores.shape
+    kinds = (torch.int64, torch.int64, torch.float32)
+    tree = [torch.zeros(B, 2 + n + width + 1, dtype=kind, device=DEVICE) for kind in kinds]
+    tree[2][:, 2 : 2 + n] = scores
+    best_children(logits.to(DEVICE), tuple(tree), range(2, 2 + n), width, *given)  # type: ignore[arg-type]
+    tokens, parents, best = (part[:, 2 + n :].cpu() for part in tree)
+    assert [int(part[:, -1].abs().sum()) for part in (tokens, parents, best)] == [0, 0, 0]
+    return [tokens[:, :-1], parents[:, :-1] - 2, best[:, :-1]]
+
+
 @pytest.mark.parametrize(("n", "size", "width"), [(1, 50, 8), (3, 9000, 64), (5, 20000, 7), (2, 3, 64)])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_children_are_the_best_of_the_level(n: int, size: int, width: int, sampled: bool) -> None:
@@ -81,12 +94,10 @@ def test_children_are_the_best_of_the_level(n: int, size: int, width: int, sampl
     exact = logits.double() / temperature + (noise[:, None] if sampled else 0)
     exact = scores[:, :, None].double() + exact.log_softmax(-1)
     given = (temperature, noise.to(DEVICE)) if sampled else ()
-    tokens, parents, best = (
-        x.cpu() for x in best_children(logits.to(DEVICE), scores.to(DEVICE), width, *given)
-    )
-    count = min(width, size)
+    width = min(width, n * size)
+    tokens, parents, best = grown(logits, scores, width, *given)
     # what torch would keep: the best of each node, then the best of those
-    expected = exact.topk(count).values.flatten(1).topk(min(width, n * count)).values
+    expected = exact.topk(min(width, size)).values.flatten(1).topk(width).values
     torch.testing.assert_close(best.double(), expected, atol=1e-5, rtol=1e-5)
     # and the tokens and nodes are the ones with those scores, none of them twice
     flat = parents * size + tokens
@@ -96,7 +107,7 @@ def test_children_are_the_best_of_the_level(n: int, size: int, width: int, sampl
 
 def test_a_draft_that_computes_nan_still_gives_a_level() -> None:
     logits = torch.full((1, 2, 300), torch.nan, device=DEVICE)
-    tokens, parents, best = best_children(logits, torch.zeros(1, 2, device=DEVICE), 16)
+    tokens, parents, best = grown(logits, torch.zeros(1, 2), 16)
     assert (best == -torch.inf).all()
     assert ((tokens >= 0) & (tokens < 300)).all()
     assert ((parents >= 0) & (parents < 2)).all()

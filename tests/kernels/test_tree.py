@@ -30,12 +30,14 @@ def random_levels(B: int, shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.cat(levels, 1).to(DEVICE)
 
 
-@pytest.mark.parametrize("shape", [(1,), (1, 1, 1), (4, 16, 16, 16, 16)])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1), (4, 16, 16, 16, 16)])
 def test_who_sees_whom(shape: tuple[int, ...]) -> None:
     parents = random_levels(2, shape, 0)
-    sees, depths = tree_sees(parents, len(shape))
+    lengths = torch.tensor([0, 70], device=DEVICE)
+    sees, positions, entries = tree_sees(parents, len(shape), lengths)
     assert torch.equal(sees, ancestors(parents))
-    assert torch.equal(depths, sees.sum(-1) - 1)
+    assert torch.equal(positions, lengths[:, None] + sees.sum(-1) - 1)
+    assert torch.equal(entries, lengths[:, None] + torch.arange(parents.shape[1], device=DEVICE))
 
 
 def test_where_a_level_stands_and_what_it_sees() -> None:
@@ -49,8 +51,8 @@ def test_where_a_level_stands_and_what_it_sees() -> None:
     whole = random_levels(2, shape, 1)
     first = 0
     for depth, width in enumerate((1, *shape)):
-        parents = whole[:, : first + width]
-        sees, positions, entries = level_places(ring.positions, lengths, parents, width, depth, window)
+        parents, level = whole[:, : first + width], range(first, first + width)
+        sees, positions, entries = level_places(ring.positions, lengths, whole, level, depth, window)
         assert torch.equal(positions, (lengths + depth)[:, None].expand(2, width))
         nodes = ancestors(parents)[:, first:].clone()
         nodes[:, :, 0] = False
@@ -69,7 +71,12 @@ def test_newest_tokens_enter_the_ring() -> None:
         offsets = torch.arange(4, device=DEVICE)
         positions = ((ends + 1 - num_new)[:, None] + offsets).clamp(min=0)
         entries = one.claim(positions, offsets < num_new[:, None])
-        found = claim_newest(num_new, ends, other.positions, 4, 6)
+        tokens = torch.randint(100, (3, 4), generator=torch.Generator().manual_seed(counts[0])).to(DEVICE)
+        tree = (tokens.new_full((3, 7), -1), tokens.new_full((3, 7), -1), torch.ones(3, 7, device=DEVICE))
+        found = claim_newest(tokens, num_new, ends, other.positions, 6, tree)
+        assert torch.equal(tree[0][:, 0], tokens.gather(1, num_new[:, None] - 1)[:, 0])
+        assert [part[:, 0].tolist() for part in tree[1:]] == [[0] * 3] * 2
+        assert (tree[0][:, 1:] == -1).all()
         assert torch.equal(found[0], positions)
         assert torch.equal(found[1], entries)
         assert torch.equal(one.positions, other.positions)
@@ -145,7 +152,7 @@ def test_products_of_few_rows(dtype: torch.dtype, R: int, I: int, O: int) -> Non
     out, same = few_rows(x, weight)
     assert same is x
     torch.testing.assert_close(out.double(), x.double() @ weight.double().T, atol=bound, rtol=bound)
-    gate_up = draw(1, R, 2 * I)
-    gate, up = gate_up.double().chunk(2, -1)
-    out, _ = few_rows(gate_up, weight, gate=True)
-    torch.testing.assert_close(out.double(), (F.silu(gate) * up) @ weight.double().T, atol=bound, rtol=bound)
+    gate_up, bias = draw(2 * O, I) / I**0.5, draw(2 * O)
+    out, _ = few_rows(x, gate_up, bias, gated=True)
+    gate, up = (x.double() @ gate_up.double().T + bias.double()).chunk(2, -1)
+    torch.testing.assert_close(out.double(), F.silu(gate) * up, atol=bound, rtol=bound)

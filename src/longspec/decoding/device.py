@@ -62,24 +62,28 @@ def device_round(state: DecodeState, method: Method, board: Board) -> None:
     """Propose, verify, accept, commit, and note for the host what was emitted."""
     tree = method.propose(state)
     fused = state.target.attention.fuses(state.target.embedding)
-    sees, depths = _ancestry(tree, width_of(method) - 1, fused)
-    hidden = state.target(tree.tokens, state.cache, sees)
-    choices = _choices(state, hidden, depths, fused)
+    hidden, positions = (_verify_fused if fused else _verify)(state, tree, width_of(method) - 1)
+    choices = _choices(state, hidden, positions, fused)
     (_settle_fused if fused else _settle)(state, tree, hidden, choices, board)
-    # A round may run past a row's limit; there is room for its nodes only behind the limit itself.
-    state.cache.lengths.clamp_(max=board.limits - 1)
 
 
-def _ancestry(tree: TokenTree, depth: int, fused: bool) -> tuple[Tensor | None, Tensor]:
-    """Which nodes each node sees, None for a lone root, and how deep it stands, int64 [B, N]."""
-    if tree.num_nodes == 1:
-        return None, torch.zeros_like(tree.tokens)
-    if fused:
-        from longspec.kernels.tree import tree_sees
-
-        return tree_sees(tree.parents, depth)
+def _verify(state: DecodeState, tree: TokenTree, depth: int) -> tuple[Tensor, Tensor]:
+    """The target's hidden states at a tree's nodes, and where those stand in the text, int64 [B, N]."""
     sees = ancestors(tree.parents)
-    return sees, sees.sum(-1) - 1
+    hidden = state.target(tree.tokens, state.cache, None if tree.num_nodes == 1 else sees)
+    return hidden, state.cache.lengths[:, None] + sees.sum(-1) - 1
+
+
+def _verify_fused(state: DecodeState, tree: TokenTree, depth: int) -> tuple[Tensor, Tensor]:
+    """As `_verify`, but in few launches; the tree is at most `depth` deep."""
+    from longspec.kernels.tree import tree_sees
+    from longspec.models.fused import run_blocks
+
+    target, cache = state.target, state.cache
+    target.rope.reserve(cache.capacity)
+    sees, positions, entries = tree_sees(tree.parents, depth, cache.lengths)
+    plan = target.attention.plan(cache.lengths, tree.num_nodes, None if tree.num_nodes == 1 else sees)
+    return run_blocks(target, tree.tokens, cache, positions, entries, plan), positions
 
 
 def _settle(state: DecodeState, tree: TokenTree, hidden: Tensor, choices: Tensor, board: Board) -> None:
@@ -94,13 +98,16 @@ def _settle(state: DecodeState, tree: TokenTree, hidden: Tensor, choices: Tensor
     real = torch.arange(emitted.shape[1], device=emitted.device) < num_emitted[:, None]
     ended = ((emitted[:, :, None] == board.ends).any(-1) & real).any(-1) | (lengths + 1 >= board.limits)
     running.logical_and_(~ended)
+    # A round may run past a row's limit; there is room for its nodes only behind the limit itself.
+    lengths.clamp_(max=board.limits - 1)
 
 
 def _settle_fused(state: DecodeState, tree: TokenTree, hidden: Tensor, choices: Tensor, board: Board) -> None:
     """As `_settle`, but in few launches."""
+    from longspec.kernels.commit import commit_path
     from longspec.kernels.settle import settle_round
 
-    path, num_kept = settle_round(
+    path, num_kept, before = settle_round(
         tree.tokens,
         tree.parents,
         choices,
@@ -114,20 +121,24 @@ def _settle_fused(state: DecodeState, tree: TokenTree, hidden: Tensor, choices: 
         board.report,
         state.feature,
     )
-    state.cache.commit(path, num_kept, fused=True)
+    commit_path(state.cache.keys, state.cache.values, before, path, num_kept)
 
 
-def _choices(state: DecodeState, hidden: Tensor, depths: Tensor, fused: bool) -> Tensor:
-    """The target's choice at every node, int64 [B, N]."""
+def _choices(state: DecodeState, hidden: Tensor, positions: Tensor, fused: bool) -> Tensor:
+    """The target's choice at every node, int64 [B, N]; the nodes stand at these positions."""
     B, N, _ = hidden.shape
-    positions = (state.cache.lengths[:, None] + depths + 1).flatten()
     logits = state.target.logits(hidden).flatten(0, 1)
+    if fused and state.sampling.greedy:
+        from longspec.kernels.choose import choose_tokens
+
+        return choose_tokens(logits).view(B, N)
+    after = (positions + 1).flatten()
     seeds = state.seeds[:, None].expand(B, N).flatten()
     if fused:
         from longspec.kernels.choose import choose_tokens
 
-        return choose_tokens(logits, seeds, positions, **vars(state.sampling)).view(B, N)
-    return choose(logits, state.sampling, seeds, positions).view(B, N)
+        return choose_tokens(logits, seeds, after, **vars(state.sampling)).view(B, N)
+    return choose(logits, state.sampling, seeds, after).view(B, N)
 
 
 def _walk(tree: TokenTree, choices: Tensor, depth: int) -> Accepted:

@@ -45,6 +45,8 @@ class DecodeState:
     @property
     def roots(self) -> Tensor:
         """The newest emitted token of each row, int64 [B]; its KV is not in the cache yet."""
+        if self.emitted.shape[1] == 1:
+            return self.emitted[:, 0]
         return self.emitted.gather(1, self.num_emitted[:, None] - 1)[:, 0]
 
 

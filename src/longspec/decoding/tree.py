@@ -27,6 +27,8 @@ class TokenTree:
     @classmethod
     def chain(cls, tokens: Tensor, proposals: Tensor | None = None) -> TokenTree:
         """Each node the only child of the one before."""
+        if tokens.shape[1] == 1:
+            return cls(tokens, torch.zeros_like(tokens), proposals)
         parents = (torch.arange(tokens.shape[1], device=tokens.device) - 1).clamp(min=0)
         return cls(tokens, parents.expand_as(tokens), proposals)
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from longspec.kernels.launch import await_turn, overlap
+from longspec.kernels.launch import await_turn, fetch, overlap
 from longspec.kernels.tiling import Tiling, choose_slice, choose_splits, choose_tiling
 
 # Rows of a program that merges: the least that `tl.dot` takes.
@@ -70,24 +70,34 @@ def _absorb_edge(
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits", "sinks", "window", "heads", "layer_heads", "group"])
 def _prefix_kernel(
-    q, k, v, lengths, part_out, part_lse, q_b, q_t, q_h,
+    q, k, v, keys, values, lengths, part_out, part_lse, q_b, q_t, q_h,
+    k_l, k_b, k_h, k_s, v_l, v_b, v_h, v_s,
     num_rows, num_splits, sinks, window, heads, layer_heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    SINKS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    LINE: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """k and v are descriptors, so that whole tiles are copied by the hardware; what is outside reads as 0."""
-    await_turn(OVERLAP)
+    """k and v are descriptors of keys and values, so that whole tiles are copied by the hardware; what is
+    outside reads as 0."""
     # Tiles of the same keys are neighbours, so that they find them in the L2 cache.
     tile, split, problem = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = problem // heads, problem % heads
     layer, theirs = head // layer_heads, head % layer_heads
+    length = tl.load(lengths + b).to(tl.int32)
+    begin, share = _parts(length, window, num_splits, BLOCK_S)
+    start = begin + split * share
+    if OVERLAP:
+        # The prefix has been there for long: its first tile comes while the queries are still being made.
+        entry = tl.minimum(start + tl.arange(0, BLOCK_S), tl.maximum(length - 1, 0)).to(tl.int64)
+        line = tl.arange(0, BLOCK_D // LINE) * LINE
+        keys += layer.to(tl.int64) * k_l + b.to(tl.int64) * k_b + theirs.to(tl.int64) * k_h
+        values += layer.to(tl.int64) * v_l + b.to(tl.int64) * v_b + theirs.to(tl.int64) * v_h
+        fetch(keys + (entry * k_s)[:, None] + line[None, :], OVERLAP)
+        fetch(values + (entry * v_s)[:, None] + line[None, :], OVERLAP)
+    await_turn(OVERLAP)
     row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     inside = (row < num_rows)[:, None] & (d < D)[None, :]
     rows_at = q + b.to(tl.int64) * q_b + _query_offsets(row, head, q_t, q_h, group)
     query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
-    length = tl.load(lengths + b).to(tl.int32)
-    begin, share = _parts(length, window, num_splits, BLOCK_S)
-    start = begin + split * share
     if start >= length:
         return
     end = tl.minimum(start + share, length)
@@ -289,10 +299,11 @@ def attend(
     shape = {"D": D, "BLOCK_D": _padded(D), "PRECISION": _precision(q.dtype)}
     box = [1, 1, 1, tiling.num_keys, shape["BLOCK_D"]]
     _prefix_kernel[(num_tiles, num_splits, B * K)](
-        q, TensorDescriptor.from_tensor(k, box), TensorDescriptor.from_tensor(v, box), lengths,
-        part_out, part_lse, *q.stride()[:3], num_rows, num_splits, sinks, last, K, k.shape[2], H // K,
-        _scale(D), **shape, BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys,
-        SINKS=sinks > 0 and window is not None, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        q, TensorDescriptor.from_tensor(k, box), TensorDescriptor.from_tensor(v, box), k, v, lengths,
+        part_out, part_lse, *q.stride()[:3], *k.stride()[:4], *v.stride()[:4],
+        num_rows, num_splits, sinks, last, K, k.shape[2], H // K, _scale(D), **shape,
+        BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, LINE=min(_padded(D), 128 // q.itemsize), SINKS=sinks > 0 and window is not None,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         **overlap(q.device),
     )  # fmt: skip
     mask, mask_strides = q, (0, 0)
@@ -312,19 +323,26 @@ def attend(
     return out, lse
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries q [B, T, H, D] over the keys of k, v [B, K, S, D] that `sees`, bool [B, T, S], allows each."""
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, tiling: Tiling | None = None
+) -> tuple[Tensor, Tensor]:
+    """Queries q [B, T, H, D] over the keys of k, v [B, K, S, D] that `sees`, bool [B, T, S], allows each.
+
+    The tiling is for tuning.
+    """
     B, T, H, D = q.shape
     K, num_keys = k.shape[1], k.shape[2]
     num_rows = T * H // K
     out, lse = _results(q)
     sees = sees.contiguous().view(torch.uint8)
     block = 16 if q.dtype == torch.float32 else 128 if D <= 128 else 64
-    _masked_kernel[(triton.cdiv(num_rows, _MERGE_ROWS), B * K)](
+    tiling = tiling or Tiling(_MERGE_ROWS, block, 4, 2)
+    _masked_kernel[(triton.cdiv(num_rows, tiling.num_rows), B * K)](
         q, k, v, sees, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T * num_keys, num_keys,
         num_rows, num_keys, K, H // K, _scale(D),
-        D=D, BLOCK_D=_padded(D), BLOCK_R=_MERGE_ROWS, BLOCK_S=block,
-        PRECISION=_precision(q.dtype), num_warps=4, num_stages=2, **overlap(q.device),
+        D=D, BLOCK_D=_padded(D), BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys,
+        PRECISION=_precision(q.dtype), num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        **overlap(q.device),
     )  # fmt: skip
     return out, lse
 

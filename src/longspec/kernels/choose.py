@@ -191,8 +191,8 @@ def _narrow(
 
 def choose_tokens(
     logits: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -202,8 +202,8 @@ def choose_tokens(
 ) -> Tensor:
     """The token of each row, int64 [R]: what `longspec.decoding.choose.choose` gives, settings as there.
 
-    logits are fp32 [R, V], seeds and positions int64 [R], seen bool [R, V]; a row of logits or of `seen`
-    must lie in one piece.
+    logits are fp32 [R, V], seeds and positions int64 [R], which greedy choice does without, seen bool
+    [R, V]; a row of logits or of `seen` must lie in one piece.
     """
     R, V = logits.shape
     assert logits.dtype == torch.float32, "scores are fp32, or near ones would tie"
@@ -212,15 +212,20 @@ def choose_tokens(
     assert not penalty or seen is not None, "the repetition penalty needs the tokens seen so far"
     marks = seen.view(torch.uint8) if penalty and seen is not None else logits
     rows = (logits.stride(0), marks.stride(0), V)
-    # One seed for all nodes of a row may have been expanded rather than copied.
-    seeds, positions = seeds.contiguous(), positions.contiguous()
     num_parts = triton.cdiv(V, _BLOCK)
     grid, blocks = (num_parts, R), {"BLOCK": _BLOCK, "PENALTY": penalty}
     parts = {"PARTS": triton.next_power_of_2(num_parts)}
-    peaks, leasts = logits.new_empty(R, num_parts), logits.new_full((R,), -math.inf)
     greedy = temperature == 0
     temperature = max(temperature, torch.finfo(torch.float32).tiny)
-    if not greedy:
+    peaks = leasts = logits
+    if greedy:
+        seeds = positions = logits
+    else:
+        assert seeds is not None, "chance needs seeds"
+        assert positions is not None, "chance needs positions"
+        # One seed for all nodes of a row may have been expanded rather than copied.
+        seeds, positions = seeds.contiguous(), positions.contiguous()
+        peaks, leasts = logits.new_empty(R, num_parts), logits.new_full((R,), -math.inf)
         _peak_kernel[grid](
             logits, marks, peaks, *rows, repetition_penalty, **blocks, **overlap(logits.device)
         )  # fmt: skip

@@ -1,7 +1,8 @@
-"""Matrix products of a few rows with a small matrix, and the small work before them, in one launch.
+"""Matrix products of a few rows with a small matrix, and the small work around them.
 
-A small model's products take less time than the launches around them: here residual, RMSNorm and gate are
-part of the product that reads their result. Each program makes them again, for its own columns.
+A small model's products take less time than the launches around them, and than the way of its weights from
+memory. So the weights are asked for before it is the kernel's turn; the gate of a feed-forward is part of the
+product that makes it; and for a single row, residual and RMSNorm are part of the product that reads them.
 """
 
 from __future__ import annotations
@@ -11,60 +12,98 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.launch import await_turn, overlap
+from longspec.kernels.launch import await_turn, fetch, overlap
+from longspec.kernels.norm import add_rms_norm, rms_norm
 
 # Of more rows, or of larger matrices, a library's products are faster, and the launches do not matter.
 MOST_ROWS = 64
 MOST_WEIGHTS = 1 << 22
+# A single row is one tile, whatever its length.
+MOST_INPUTS = 4096
+_LINE = 128  # bytes that come from memory together
+
+
+@triton.jit
+def _gated(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up, rounded where separate operations would round."""
+    gate = gate.to(dtype).to(tl.float32)
+    return (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _row_kernel(
+    x, delta, norm, weight, bias, out, total, num_in, num_out, eps,
+    COLS: tl.constexpr, DEPTH: tl.constexpr,
+    ADD: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one row's product: no tensor core is faster than the weights come."""
+    col, i = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, DEPTH)
+    inside, wanted = i < num_in, col < num_out
+    dtype = x.dtype.element_ty
+    weights_at = weight + col[:, None] * num_in + i[None, :]
+    mask = wanted[:, None] & inside[None, :]
+    weights = tl.load(weights_at, mask=mask, other=0.0)
+    if GATED:
+        second = tl.load(weights_at + num_out * num_in, mask=mask, other=0.0)
+    if NORM:
+        scale = tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
+    await_turn(OVERLAP)
+    value = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        # Rounded as the residual stream is stored, so that the norm is of what the next layer will see.
+        value = (value + tl.load(delta + i, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+        if tl.program_id(0) == 0:
+            tl.store(total + i, value.to(dtype), mask=inside)
+    if NORM:
+        value = value * tl.rsqrt(tl.sum(value * value, 0) / num_in + eps) * scale
+        value = value.to(dtype).to(tl.float32)
+    result = tl.sum(weights.to(tl.float32) * value[None, :], 1)
+    if BIAS:
+        result += tl.load(bias + col, mask=wanted, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.sum(second.to(tl.float32) * value[None, :], 1)
+        if BIAS:
+            up += tl.load(bias + num_out + col, mask=wanted, other=0.0).to(tl.float32)
+        result = _gated(result, up, dtype)
+    tl.store(out + col, result.to(dtype), mask=wanted)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _linear_kernel(
-    x, delta, norm, weight, bias, out, total, num_rows, num_in, num_out, eps,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
-    ADD: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+def _rows_kernel(
+    x, weight, bias, out, num_rows, num_in, num_out,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    await_turn(OVERLAP)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    stride = num_in * 2 if GATE else num_in
-    acc = tl.zeros([ROWS, COLS], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
+    dtype = x.dtype.element_ty
+    # What is outside reads the last one again: nobody keeps it.
+    rows_at = x + tl.minimum(row, num_rows - 1)[:, None] * num_in
+    columns_at = weight + tl.minimum(col, num_out - 1) * num_in
+    lines = columns_at[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, num_in - 1)[None, :]
+    fetch(lines, OVERLAP)
+    if GATED:
+        fetch(lines + num_out * num_in, OVERLAP)
+    await_turn(OVERLAP)
+    result = tl.zeros([ROWS, COLS], tl.float32)
+    up = tl.zeros([ROWS, COLS], tl.float32)
     for first in tl.range(0, num_in, DEPTH):
         i = first + tl.arange(0, DEPTH)
-        inside = (row < num_rows)[:, None] & (i < num_in)[None, :]
-        value = tl.load(x + row[:, None] * stride + i[None, :], mask=inside, other=0.0)
-        part = tl.load(
-            weight + col[None, :] * num_in + i[:, None],
-            mask=(col < num_out)[None, :] & (i < num_in)[:, None],
-            other=0.0,
-        )
-        if GATE:
-            up = tl.load(x + row[:, None] * stride + num_in + i[None, :], mask=inside, other=0.0)
-            gate = value.to(tl.float32)
-            # Rounded in between, as two operations would.
-            value = (gate / (1 + tl.exp(-gate))).to(up.dtype) * up
-        if ADD:
-            place = row[:, None] * num_in + i[None, :]
-            added = tl.load(delta + place, mask=inside, other=0.0).to(tl.float32)
-            value = (value.to(tl.float32) + added).to(x.dtype.element_ty)
-            if tl.program_id(0) == 0:
-                tl.store(total + place, value, mask=inside)
-        if NORM:
-            wide = value.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            scale = tl.load(norm + i, mask=i < num_in, other=0.0).to(tl.float32)
-            value = (wide * scale[None, :]).to(x.dtype.element_ty)
-        acc = tl.dot(value, part, acc, input_precision=PRECISION)
-    if NORM:
-        # A row's root mean square is known at the end; that it is one factor for all columns lets it wait.
-        acc *= tl.rsqrt(squares / num_in + eps)[:, None]
+        value = tl.load(rows_at + i[None, :], mask=(i < num_in)[None, :], other=0.0)
+        weights_at = columns_at[None, :] + i[:, None]
+        weights = tl.load(weights_at, mask=(i < num_in)[:, None], other=0.0)
+        result = tl.dot(value, weights, result, input_precision=PRECISION)
+        if GATED:
+            second = tl.load(weights_at + num_out * num_in, mask=(i < num_in)[:, None], other=0.0)
+            up = tl.dot(value, second, up, input_precision=PRECISION)
     if BIAS:
-        acc += tl.load(bias + col, mask=col < num_out, other=0.0).to(tl.float32)[None, :]
-    place = row[:, None] * num_out + col[None, :]
+        result += tl.load(bias + col, mask=col < num_out, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if BIAS:
+            up += tl.load(bias + num_out + col, mask=col < num_out, other=0.0).to(tl.float32)[None, :]
+        result = _gated(result, up, dtype)
     mask = (row < num_rows)[:, None] & (col < num_out)[None, :]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row[:, None] * num_out + col[None, :], result.to(dtype), mask=mask)
 
 
 def few_rows(
@@ -73,36 +112,46 @@ def few_rows(
     bias: Tensor | None = None,
     delta: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
-    gate: bool = False,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """x @ weight.T + bias, where x [..., in] may first be made of something else; and that x.
 
-    With `delta` x + delta takes x's place, and is returned. With `norm`, an RMSNorm's weight and eps, the
-    product is that of the normed x. With `gate` x is gate and up side by side, [..., 2 in], and the product
-    that of silu(gate) * up.
+    With `norm`, an RMSNorm's weight and eps, the product is that of the normed x; with `delta` as well
+    x + delta takes x's place, and is returned. With `gated` the product is gate and up side by side, and
+    silu(gate) * up is returned instead.
     """
-    num_out, num_in = weight.shape
+    assert delta is None or norm is not None, "a residual is added by the norm that follows it"
+    num_out, num_in = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     x = x.contiguous()
-    num_rows = x.numel() // x.shape[-1]
+    num_rows = x.numel() // num_in
     out = torch.empty(*x.shape[:-1], num_out, dtype=x.dtype, device=x.device)
-    total = x if delta is None else torch.empty_like(x)
+    options = {"GATED": gated, "BIAS": bias is not None, **overlap(x.device)}
+    if num_rows == 1:
+        total = x if delta is None else torch.empty_like(x)
+        depth = triton.next_power_of_2(num_in)
+        cols = max(1, min(8, (8192 if gated else 16384) // depth))
+        _row_kernel[(triton.cdiv(num_out, cols),)](
+            x, x if delta is None else delta.contiguous(), x if norm is None else norm[0], weight,
+            x if bias is None else bias, out, total, num_in, num_out, 0.0 if norm is None else norm[1],
+            COLS=cols, DEPTH=depth, ADD=delta is not None, NORM=norm is not None, num_warps=4, **options,
+        )  # fmt: skip
+        return out, total
+    total = x
+    if norm is not None:
+        x, total = (rms_norm(x, *norm), x) if delta is None else add_rms_norm(x, delta, *norm)
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    cols = 16 if num_out <= 2048 else 32
-    _linear_kernel[(triton.cdiv(num_out, cols), triton.cdiv(num_rows, rows))](
-        x, x if delta is None else delta.contiguous(), x if norm is None else norm[0], weight,
-        x if bias is None else bias, out, total, num_rows, num_in, num_out, 0.0 if norm is None else norm[1],
-        ROWS=rows, COLS=cols, DEPTH=128,
-        ADD=delta is not None, NORM=norm is not None, GATE=gate, BIAS=bias is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, num_stages=4,
-        **overlap(x.device),
+    line = _LINE // x.itemsize
+    exact = x.dtype == torch.float32
+    _rows_kernel[(triton.cdiv(num_out, 16), triton.cdiv(num_rows, rows))](
+        x, weight, x if bias is None else bias, out, num_rows, num_in, num_out,
+        ROWS=rows, COLS=16, DEPTH=32 if exact else 128,
+        LINE=line, LINES=triton.next_power_of_2(triton.cdiv(num_in, line)),
+        PRECISION="ieee" if exact else "tf32", num_warps=4, num_stages=4, **options,
     )  # fmt: skip
     return out, total
 
 
 def covers(x: Tensor, weight: Tensor) -> bool:
-    """Whether `few_rows` is for this product.
-
-    Not in fp16, which a residual stream before its norm may overflow.
-    """
+    """Whether `few_rows` is for this product."""
     num_rows = x.numel() // x.shape[-1]
-    return num_rows <= MOST_ROWS and weight.numel() <= MOST_WEIGHTS and x.dtype != torch.float16
+    return num_rows <= MOST_ROWS and weight.numel() <= MOST_WEIGHTS and weight.shape[1] <= MOST_INPUTS

@@ -13,7 +13,7 @@ from longspec.kernels.launch import await_turn, overlap
 @triton.jit(do_not_specialize=["num_nodes", "width", "num_ends", "hidden_size"])
 def _settle_kernel(
     tokens, parents, choices, hidden, running, lengths, limits, ends,
-    path, num_kept, emitted, num_emitted, report, feature,
+    path, num_kept, before, emitted, num_emitted, report, feature,
     num_nodes, width, num_ends, hidden_size,
     NODES: tl.constexpr, WIDTH: tl.constexpr, ENDS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -58,8 +58,12 @@ def _settle_kernel(
     hits = (
         (said[:, None] == end[None, :]) & (step < total)[:, None] & (tl.arange(0, ENDS) < num_ends)[None, :]
     )
-    length = tl.load(lengths + row) + tl.where(runs, count + 1, 0)
-    ended = (tl.sum(tl.sum(hits.to(tl.int32), 1), 0) > 0) | (length + 1 >= tl.load(limits + row))
+    old, limit = tl.load(lengths + row), tl.load(limits + row)
+    length = old + tl.where(runs, count + 1, 0)
+    ended = (tl.sum(tl.sum(hits.to(tl.int32), 1), 0) > 0) | (length + 1 >= limit)
+    tl.store(before + row, old)
+    # A round may run past a row's limit; there is room for its nodes only behind the limit itself.
+    tl.store(lengths + row, tl.minimum(length, limit - 1))
     tl.store(running + row, tl.where(ended, 0, runs.to(tl.int8)).to(tl.int8))
     if runs:
         for first in tl.range(0, hidden_size, BLOCK):
@@ -81,26 +85,26 @@ def settle_round(
     num_emitted: Tensor,
     report: Tensor,
     feature: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Walk from the root to the last node that the target would have said, and note what follows from it.
 
-    Returns the nodes from the root on, int64 [B, P], the last one repeated, and how many of them are to be
-    kept, the root among them, int64 [B]: none in a row that stands still.
+    Returns the nodes from the root on, int64 [B, P], the last one repeated; how many of them are to be
+    kept, the root among them, int64 [B]: none in a row that stands still; and the lengths of before.
 
     tokens, parents and the target's choices are int64 [B, N], hidden its states [B, N, E], lengths and
-    limits int64 [B], ends int64 [n]. Changed in place: running bool [B], emitted int64 [B, P] and
-    num_emitted [B] (see `DecodeState`), report [B, 1 + P] (see `Board`), feature [B, E]; the lengths are not.
+    limits int64 [B], ends int64 [n]. Changed in place: the lengths, running bool [B], emitted int64 [B, P]
+    and num_emitted [B] (see `DecodeState`), report [B, 1 + P] (see `Board`), feature [B, E].
     The walk goes P - 1 nodes below the root at most.
     """
     B, N = tokens.shape
     width, hidden_size = emitted.shape[1], hidden.shape[2]
-    path, num_kept = torch.empty_like(emitted), torch.empty_like(num_emitted)
+    path, num_kept, before = (torch.empty_like(x) for x in (emitted, num_emitted, lengths))
     _settle_kernel[(B,)](
         tokens.contiguous(), parents.contiguous(), choices.contiguous(), hidden.contiguous(),
         running.view(torch.int8), lengths, limits, ends,
-        path, num_kept, emitted, num_emitted, report, feature, N, width, ends.shape[0], hidden_size,
+        path, num_kept, before, emitted, num_emitted, report, feature, N, width, ends.shape[0], hidden_size,
         NODES=triton.next_power_of_2(N), WIDTH=triton.next_power_of_2(width),
         ENDS=triton.next_power_of_2(ends.shape[0]), BLOCK=min(1024, triton.next_power_of_2(hidden_size)),
         **overlap(tokens.device),
     )  # fmt: skip
-    return path, num_kept
+    return path, num_kept, before

@@ -14,10 +14,14 @@ from longspec.kernels.launch import await_turn, overlap
 
 _ROWS = 16
 
+Levels = tuple[Tensor, Tensor, Tensor]
+"""Tokens and parents, int64 [B, N], and scores, fp32 [B, N], of a tree that grows level by level."""
+
 
 @triton.jit(do_not_specialize=["num_nodes", "depth"])
 def _sees_kernel(
-    parents, sees, depths, num_nodes, depth, NODES: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
+    parents, lengths, sees, positions, entries, num_nodes, depth,
+    NODES: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     await_turn(OVERLAP)
     b = tl.program_id(1).to(tl.int64)
@@ -31,22 +35,25 @@ def _sees_kernel(
         found = found | (other[None, :] == here[:, None])
     place = (b * num_nodes + node)[:, None] * num_nodes + other[None, :]
     tl.store(sees + place, found.to(tl.int8), mask=real[:, None] & (other < num_nodes)[None, :])
-    tl.store(depths + b * num_nodes + node, tl.sum(found.to(tl.int64), 1) - 1, mask=real)
+    length = tl.load(lengths + b)
+    tl.store(positions + b * num_nodes + node, length + tl.sum(found.to(tl.int64), 1) - 1, mask=real)
+    tl.store(entries + b * num_nodes + node, length + node, mask=real)
 
 
-def tree_sees(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Each node with its ancestors, bool [B, N, N], and how deep it stands, int64 [B, N].
+def tree_sees(parents: Tensor, depth: int, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each node with its ancestors, bool [B, N, N]; where it stands in the text and in the cache, int64
+    [B, N] each.
 
-    parents [B, N] are those of a tree that is at most `depth` deep.
+    parents [B, N] are those of a tree that is at most `depth` deep and follows a prefix of lengths [B].
     """
     B, N = parents.shape
     sees = torch.empty(B, N, N, dtype=torch.bool, device=parents.device)
-    depths = torch.empty(B, N, dtype=torch.int64, device=parents.device)
+    positions, entries = torch.empty(2, B, N, dtype=torch.int64, device=parents.device).unbind(0)
     _sees_kernel[(triton.cdiv(N, _ROWS), B)](
-        parents.contiguous(), sees.view(torch.int8), depths, N, depth,
-        NODES=triton.next_power_of_2(N), ROWS=_ROWS, **overlap(parents.device),
+        parents.contiguous(), lengths, sees.view(torch.int8), positions, entries, N, depth,
+        NODES=max(_ROWS, triton.next_power_of_2(N)), ROWS=_ROWS, **overlap(parents.device),
     )  # fmt: skip
-    return sees, depths
+    return sees, positions, entries
 
 
 @triton.jit(do_not_specialize=["num_nodes", "num_before", "depth", "window", "num_entries"])
@@ -76,35 +83,38 @@ def _level_kernel(
 
 
 def level_places(
-    held: Tensor, lengths: Tensor, parents: Tensor, num_nodes: int, depth: int, window: int
+    held: Tensor, lengths: Tensor, parents: Tensor, level: range, depth: int, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the last `num_nodes` of a tree's nodes, all `depth` deep, see of the draft's entries; where
-    they stand in the text and among the entries.
+    """What a level of a tree's nodes, all `depth` deep, see of the draft's entries; where they stand in the
+    text and among the entries.
 
     held [B, S] is the position of what each entry of the ring holds, and behind the first `window` stand the
-    tree's nodes (see `DraftCache`); lengths [B] are the prefix's and parents [B, N] the tree's so far.
+    tree's nodes (see `DraftCache`); lengths [B] are the prefix's and parents [B, N] the tree's.
     Returned are bool [B, n, S] and int64 [B, n] twice.
     """
     B, S = held.shape
-    N = parents.shape[1]
+    num_nodes = len(level)
     sees = torch.empty(B, num_nodes, S, dtype=torch.bool, device=held.device)
     positions, entries = torch.empty(2, B, num_nodes, dtype=torch.int64, device=held.device).unbind(0)
     _level_kernel[(num_nodes, B)](
         held, lengths, parents, sees.view(torch.int8), positions, entries,
-        num_nodes, N - num_nodes, depth, window, S, parents.stride(0),
+        num_nodes, level.start, depth, window, S, parents.stride(0),
         BLOCK=min(1024, triton.next_power_of_2(S)), **overlap(held.device),
     )  # fmt: skip
     return sees, positions, entries
 
 
-@triton.jit(do_not_specialize=["width", "window", "num_entries"])
+@triton.jit(do_not_specialize=["width", "window", "num_entries", "num_nodes"])
 def _claim_kernel(
-    num_new, lengths, held, positions, entries, width, window, num_entries, WIDTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    tokens, num_new, lengths, held, positions, entries, roots, parents, scores,
+    width, window, num_entries, num_nodes, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     await_turn(OVERLAP)
     b, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     count = tl.load(num_new + b)
+    tl.store(roots + b * num_nodes, tl.load(tokens + b * width + count - 1))
+    tl.store(parents + b * num_nodes, count * 0)
+    tl.store(scores + b * num_nodes, 0.0)
     position = tl.maximum(tl.load(lengths + b) + 1 - count + i, 0)
     wanted = i < count
     entry = tl.where(wanted, position % window, num_entries - 1)
@@ -114,18 +124,19 @@ def _claim_kernel(
 
 
 def claim_newest(
-    num_new: Tensor, lengths: Tensor, held: Tensor, width: int, window: int
+    tokens: Tensor, num_new: Tensor, lengths: Tensor, held: Tensor, window: int, tree: Levels
 ) -> tuple[Tensor, Tensor]:
-    """Where the newest tokens stand, in the text and in the draft's ring, int64 [B, width] each.
+    """Where the newest tokens stand, in the text and in the draft's ring, int64 [B, W] each.
 
-    Of the `width` tokens given in each row the first num_new [B] count, the last of which is the root: it
-    stands at lengths [B]. `held` (see `level_places`) learns of them; the others go where nobody looks.
+    Of a row's tokens [B, W] the first num_new [B] count, the last of which is the root: it stands at
+    lengths [B], and the tree begins with it. `held` (see `level_places`) learns of them; the others go where
+    nobody looks.
     """
-    B, S = held.shape
+    (B, S), width = held.shape, tokens.shape[1]
     positions, entries = torch.empty(2, B, width, dtype=torch.int64, device=held.device).unbind(0)
     _claim_kernel[(B,)](
-        num_new, lengths, held, positions, entries, width, window, S, WIDTH=triton.next_power_of_2(width),
-        **overlap(held.device),
+        tokens, num_new, lengths, held, positions, entries, *tree, width, window, S, tree[0].shape[1],
+        WIDTH=triton.next_power_of_2(width), **overlap(held.device),
     )  # fmt: skip
     return positions, entries
 

@@ -9,27 +9,36 @@ from torch import Tensor
 
 from longspec.attention import Attention, AttentionPlan
 from longspec.cache import KVCache
+from longspec.kernels.embed import embed
 from longspec.kernels.linear import covers, few_rows
 from longspec.kernels.norm import add_rms_norm, rms_norm
 from longspec.kernels.rope import rope_write
 from longspec.kernels.silu import silu_mul
 from longspec.models.draft import GlideDraft
-from longspec.models.layers import Block, CachedPass, FeedForward, Linear, RMSNorm, SelfAttention
+from longspec.models.layers import Block, FeedForward, Linear, RMSNorm, SelfAttention
 from longspec.models.target import Transformer
 
 
-def run_blocks(target: Transformer, x: Tensor, run: CachedPass) -> Tensor:
-    """What `Transformer.forward` returns for embedded tokens x [B, T, E]."""
-    entries = run.slots[1].contiguous()
-    positions = run.positions.expand_as(entries).contiguous()
-    table = target.rope.table
+def run_blocks(
+    target: Transformer,
+    tokens: Tensor,
+    cache: KVCache,
+    positions: Tensor,
+    entries: Tensor,
+    plan: AttentionPlan,
+) -> Tensor:
+    """What `Transformer.forward` returns for tokens [B, T].
+
+    Positions and entries, int64 [B, T], say where each stands in the text and in the cache.
+    """
+    x, table = embed(tokens, target.embedding), target.rope.table
     delta: Tensor | None = None  # what the residual stream still lacks: it is added by the next norm
     for block in target.blocks:
         assert isinstance(block, Block)
         qkv, x = _normed_linear(block.attention.qkv, block.attention_norm, x, delta)
-        k, v = run.cache.layer(block.attention.layer)
+        k, v = cache.layer(block.attention.layer)
         q = rope_write(qkv, table, positions, entries, k, v, _head_norms(block.attention))
-        out = run.attention.attend(q, k, v, run.plan)[0]
+        out = target.attention.attend(q, k, v, plan)[0]
         delta = _linear(block.attention.output, out.flatten(2))
         delta, x = _feed_forward(block.ffn, block.ffn_norm, x, delta)
     return _norm(target.norm, x, delta)[0]
@@ -116,10 +125,13 @@ def _linear(linear: Linear, x: Tensor) -> Tensor:
 
 def _feed_forward(ffn: FeedForward, norm: RMSNorm, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """What the feed-forward adds to the stream x + delta, and that stream."""
-    gate_up, x = _normed_linear(ffn.gate_up, norm, x, delta)
-    if covers(x, ffn.down.weight):
-        return few_rows(gate_up, ffn.down.weight, ffn.down.bias, gate=True)[0], x
-    return ffn.down(silu_mul(gate_up)), x
+    if covers(x, ffn.gate_up.weight):
+        weight, bias = ffn.gate_up.weight, ffn.gate_up.bias
+        inner, x = few_rows(x, weight, bias, delta, (norm.weight, norm.eps), gated=True)
+    else:
+        normed, x = _norm(norm, x, delta)
+        inner = silu_mul(ffn.gate_up(normed))
+    return _linear(ffn.down, inner), x
 
 
 def _head_norms(attention: SelfAttention) -> tuple[Tensor, Tensor, float] | None:

@@ -67,11 +67,13 @@ class Transformer(nn.Module):
         Training has no prefix: it gives a `ForwardPass` of its own in the cache's place.
         """
         run = self._follow(cache, tokens, tree, sinks, window) if isinstance(cache, KVCache) else cache
-        x = F.embedding(tokens, self.embedding)
-        if isinstance(run, CachedPass) and self.attention.fuses(x):
+        if isinstance(run, CachedPass) and self.attention.fuses(self.embedding):
             from longspec.models.fused import run_blocks
 
-            return run_blocks(self, x, run)
+            entries = run.slots[1].contiguous()
+            positions = run.positions.expand_as(entries).contiguous()
+            return run_blocks(self, tokens, run.cache, positions, entries, run.plan)
+        x = F.embedding(tokens, self.embedding)
         for block in self.blocks:
             x = block(x, run)
         return self.norm(x)

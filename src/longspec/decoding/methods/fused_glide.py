@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from longspec.cache import DraftCache
 from longspec.decoding.loop import DecodeState
 from longspec.decoding.methods.glide import best_of_level
 from longspec.decoding.tree import TokenTree
+from longspec.kernels.embed import embed
 from longspec.kernels.noise import gumbel_noise
 from longspec.kernels.topk import best_children
-from longspec.kernels.tree import claim_newest, level_places, prune
+from longspec.kernels.tree import Levels, claim_newest, level_places, prune
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.fused import DraftPass, cross_caches, run_draft, write_draft
 
@@ -30,10 +30,14 @@ def propose_tree(
 ) -> TokenTree:
     """What `Glide.propose` proposes where children are chosen by score."""
     lengths, table = state.cache.lengths, state.target.rope.table
-    positions, entries = claim_newest(
-        state.num_emitted, lengths, ring.positions, state.emitted.shape[1], ring.window
-    )
-    embedded = F.embedding(state.emitted, state.target.embedding)
+    vocab = state.target.config.vocab_size if head.vocab_ids is None else len(head.vocab_ids)
+    levels = level_ranges(shape, vocab)
+    size = (len(state.rows), levels[-1].stop)
+    tokens, parents = torch.empty(2, *size, dtype=torch.int64, device=lengths.device).unbind(0)
+    tree = (tokens, parents, torch.empty(size, device=lengths.device))
+    emitted = state.emitted
+    positions, entries = claim_newest(emitted, state.num_emitted, lengths, ring.positions, ring.window, tree)
+    embedded = embed(emitted, state.target.embedding)
     write_draft(draft, embedded, table, positions, (ring.keys, ring.values, entries))
     run = DraftPass(
         draft,
@@ -43,28 +47,29 @@ def propose_tree(
         state.target.attention.plan(lengths, 1),
         draft.project_feature(state.feature[:, None]),
     )
-    tokens, parents = [state.roots[:, None]], torch.zeros_like(state.roots)[:, None]
-    scores = [torch.zeros_like(parents, dtype=torch.float32)]
-    for depth, width in enumerate(shape):
-        n = tokens[-1].shape[1]
-        sees, positions, entries = level_places(ring.positions, lengths, parents, n, depth, ring.window)
-        x = F.embedding(tokens[-1], state.target.embedding)
+    for depth, level in enumerate(levels[:-1]):
+        sees, positions, entries = level_places(ring.positions, lengths, parents, level, depth, ring.window)
+        x = embed(tokens[:, level.start : level.stop], state.target.embedding)
         hidden = run_draft(run, x, positions, (ring.keys, ring.values, entries), sees)
-        first = parents.shape[1] - n
-        chosen, above, total = _best_level(state, head, hidden, scores[-1], width, depth, first)
-        tokens.append(chosen)
-        scores.append(total)
-        parents = torch.cat((parents, above), 1)
-    tree = TokenTree(torch.cat(tokens, 1), parents)
-    if max_nodes >= tree.num_nodes:
-        return tree
-    return TokenTree(*prune(tree.tokens, tree.parents, torch.cat(scores, 1), max_nodes))
+        _grow(state, head, hidden, tree, level, len(levels[depth + 1]), depth)
+    if max_nodes >= size[1]:
+        return TokenTree(tokens, parents)
+    return TokenTree(*prune(*tree, max_nodes))
 
 
-def _best_level(
-    state: DecodeState, head: DraftHead, hidden: Tensor, scores: Tensor, width: int, depth: int, first: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, parents and scores [B, w] of the best children of a level, whose nodes begin at `first`."""
+def level_ranges(shape: tuple[int, ...], vocab: int) -> list[range]:
+    """The nodes of each level, the root's first: as many as the shape says, or as there can be."""
+    levels = [range(1)]
+    for width in shape:
+        last = levels[-1]
+        levels.append(range(last.stop, last.stop + min(width, len(last) * vocab)))
+    return levels
+
+
+def _grow(
+    state: DecodeState, head: DraftHead, hidden: Tensor, tree: Levels, level: range, width: int, depth: int
+) -> None:
+    """Put the best children of a tree's last level, `depth` deep, behind it."""
     logits = head(hidden)
     noise, temperature = None, 1.0
     if not state.sampling.greedy:
@@ -72,8 +77,13 @@ def _best_level(
         noise = gumbel_noise(state.seeds, state.cache.lengths + depth + 1, head.token_ids)
         temperature = state.sampling.temperature
     if width <= _WIDEST:
-        return best_children(logits, scores, width, temperature, noise, head.vocab_ids, first)
+        best_children(logits, tree, level, width, temperature, noise, head.vocab_ids)
+        return
     if noise is not None:
         logits = logits / temperature + noise[:, None]
-    indices, parents, total = best_of_level(logits, scores, width)
-    return head.token_ids[indices], first + parents, total
+    tokens, parents, scores = tree
+    indices, above, best = best_of_level(logits, scores[:, level.start : level.stop], width)
+    behind = slice(level.stop, level.stop + width)
+    tokens[:, behind] = head.token_ids[indices]
+    parents[:, behind] = level.start + above
+    scores[:, behind] = best

@@ -174,7 +174,6 @@ def _merge_kernel(
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """SLICE numbers of each head's result: the scores are had again for each slice, being few."""
-    await_turn(OVERLAP)
     tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, head = problem // heads, problem % heads
     row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
@@ -186,8 +185,6 @@ def _merge_kernel(
     length = tl.load(lengths + b).to(tl.int32)
     begin, share = _parts(length, window, num_splits, UNIT)
     num_parts, at = tl.cdiv(length - begin, share), problem * num_splits
-    # Asked for before the nodes are attended to, so that they are there afterwards.
-    lses, outs = _load_parts(part_out, part_lse, 0, num_parts, at, row, num_rows, ours, D, PARTS)
     high = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, SLICE], tl.float32)
@@ -207,8 +204,9 @@ def _merge_kernel(
             else:
                 visible = pairs & (node[None, :] <= (row // group)[:, None])
             high, total, acc = _absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
-    high, total, acc = _absorb_parts(lses, outs, high, total, acc)
-    for first in tl.range(PARTS, num_parts, PARTS):
+    # Queries and nodes were there before the first launch: only its own results must be waited for.
+    await_turn(OVERLAP)
+    for first in tl.range(0, num_parts, PARTS):
         lses, outs = _load_parts(part_out, part_lse, first, num_parts, at, row, num_rows, ours, D, PARTS)
         high, total, acc = _absorb_parts(lses, outs, high, total, acc)
     _write(out, lse, b, head, row, ours, high, total, acc, num_rows, heads, group, D)
@@ -302,8 +300,8 @@ def attend(
         q, TensorDescriptor.from_tensor(k, box), TensorDescriptor.from_tensor(v, box), k, v, lengths,
         part_out, part_lse, *q.stride()[:3], *k.stride()[:4], *v.stride()[:4],
         num_rows, num_splits, sinks, last, K, k.shape[2], H // K, _scale(D), **shape,
-        BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, LINE=min(_padded(D), 128 // q.itemsize), SINKS=sinks > 0 and window is not None,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, LINE=min(_padded(D), 128 // q.itemsize),
+        SINKS=sinks > 0 and window is not None, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         **overlap(q.device),
     )  # fmt: skip
     mask, mask_strides = q, (0, 0)

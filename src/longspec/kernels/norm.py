@@ -15,9 +15,10 @@ def _norm_kernel(
     x, residual, weight, normed, total, size, eps, BLOCK: tl.constexpr, ADD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    await_turn(OVERLAP)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = i < size
+    factor = tl.load(weight + i, mask=inside, other=0.0)
+    await_turn(OVERLAP)
     value = tl.load(x + row * size + i, mask=inside, other=0.0)
     if ADD:
         # Rounded as the residual stream is stored, so that the norm is of what the next layer will see.
@@ -27,7 +28,7 @@ def _norm_kernel(
         tl.store(total + row * size + i, value, mask=inside)
     value = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
-    result = value * scale * tl.load(weight + i, mask=inside, other=0.0)
+    result = value * scale * factor
     tl.store(normed + row * size + i, result.to(normed.dtype.element_ty), mask=inside)
 
 

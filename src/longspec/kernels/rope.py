@@ -26,7 +26,6 @@ def _rope_kernel(
     num_heads, num_kv_heads, num_tokens, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    await_turn(OVERLAP)
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_q = (head < num_heads)[:, None]
@@ -35,6 +34,11 @@ def _rope_kernel(
     other = (d + D // 2) % D
     real = (d < D)[None, :]
     inside = (is_q | is_k | is_v) & real
+    # Where the tokens stand was known before the projection began.
+    position, entry = tl.load(positions + token), tl.load(entries + token)
+    cos = tl.load(table + position * D + d, mask=d < D, other=0.0)[None, :]
+    sin = tl.load(table + table_half + position * D + d, mask=d < D, other=0.0)[None, :]
+    await_turn(OVERLAP)
     head_at = (qkv + token * stride) + head[:, None] * D
     raw = tl.load(head_at + d[None, :], mask=inside, other=0.0)
     x = raw.to(tl.float32)
@@ -46,13 +50,10 @@ def _rope_kernel(
         weight_swapped = tl.load(q_weight + theirs, mask=is_q & real, other=0.0).to(tl.float32)
         weight_swapped += tl.load(k_weight + theirs, mask=is_k & real, other=0.0).to(tl.float32)
         x, swapped = _head_norm(x, swapped, weight, weight_swapped, eps, D)
-    position = tl.load(positions + token)
-    cos = tl.load(table + position * D + d, mask=d < D, other=0.0)[None, :]
-    sin = tl.load(table + table_half + position * D + d, mask=d < D, other=0.0)[None, :]
     rotated = (x * cos + swapped * sin).to(raw.dtype)
 
     tl.store(q + (token * num_heads + head[:, None]) * D + d[None, :], rotated, mask=is_q & real)
-    b, entry = token // num_tokens, tl.load(entries + token)
+    b = token // num_tokens
     k_head, v_head = head - num_heads, head - num_heads - num_kv_heads
     k_at = keys + b * k_b + entry * k_s + k_head.to(tl.int64)[:, None] * k_h + d[None, :]
     tl.store(k_at, rotated, mask=is_k & real)
@@ -72,8 +73,9 @@ def rope_write(
     """Rotated queries [B, T, H, D]; keys and values go into `keys` and `values` [B, K, S, D].
 
     qkv [B, T, (H + 2 K) D] is the projection; table [2, capacity, D] is `RopeTable.table`; positions and
-    entries, int64 [B, T], say where each token stands in the text and in the cache. `norm` is the weights
-    [D] of the queries' and the keys' RMSNorm and its eps.
+    entries, int64 [B, T], say where each token stands in the text and in the cache; they must be older than
+    qkv (see `longspec.kernels.launch`). `norm` is the weights [D] of the queries' and the keys' RMSNorm and
+    its eps.
     """
     B, T, width = qkv.shape
     K, D = keys.shape[1], keys.shape[3]

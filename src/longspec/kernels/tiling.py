@@ -33,7 +33,7 @@ class Tiling:
 
 def choose_tiling(num_rows: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiling:
     """The tile for `num_rows` folded rows: what was fastest on an H200, cut down to what the GPU holds."""
-    tiling = _measured(num_rows, head_dim > 128, dtype)
+    tiling = _measured(num_rows, head_dim <= 64, head_dim > 128, dtype)
     _, shared = _gpu(device)
     while tiling.num_bytes(head_dim, dtype) > shared - _SPARE:
         if tiling.num_stages > 2:
@@ -43,7 +43,7 @@ def choose_tiling(num_rows: int, head_dim: int, dtype: torch.dtype, device: torc
     return tiling
 
 
-def _measured(num_rows: int, wide: bool, dtype: torch.dtype) -> Tiling:
+def _measured(num_rows: int, narrow: bool, wide: bool, dtype: torch.dtype) -> Tiling:
     """See `longspec.bench.attention`."""
     if dtype == torch.float32:  # by plain multiply-add, no tensor cores: small tiles or registers spill
         return Tiling(16, 16, 8, 2)
@@ -51,7 +51,7 @@ def _measured(num_rows: int, wide: bool, dtype: torch.dtype) -> Tiling:
         return Tiling(16, 64, 8, 3) if wide else Tiling(16, 128, 4, 3)
     if num_rows <= 32:
         return Tiling(32, 64 if wide else 128, 8, 3)
-    if num_rows <= 64:
+    if num_rows <= 64 or narrow:
         return Tiling(64, 64, 8, 3) if wide else Tiling(64, 128, 4, 3)
     if num_rows <= 128:
         return Tiling(128, 64, 8, 2 if wide else 3)

@@ -10,7 +10,7 @@ from torch import Tensor
 from longspec.kernels.launch import await_turn, overlap
 from longspec.kernels.tree import Levels
 
-_BLOCK = 2048
+_BLOCK, _WARPS, _FEW = 2048, 4, 1
 _REMOVED = tl.constexpr(-(2**63))
 
 
@@ -139,7 +139,7 @@ def best_children(
     wide = {"COUNT": triton.next_power_of_2(count), **overlap(device)}
     _part_kernel[(num_parts, B * n)](
         logits, logits if noise is None else noise, keys, highs, sums, V, count, n, temperature,
-        BLOCK=block, NOISE=noise is not None, num_warps=4, **wide,
+        BLOCK=block, NOISE=noise is not None, num_warps=_WARPS, **wide,
     )  # fmt: skip
     tokens, parents, scores = (part[:, level.stop :] for part in tree)
     node_scores = torch.empty(B, n * count, dtype=torch.float32, device=device)
@@ -147,10 +147,10 @@ def best_children(
     _node_kernel[(B * n,)](
         keys, highs, sums, tree[2][:, level.start :], node_scores, node_tokens, count, n, num_parts,
         scores.stride(0), PARTS=triton.next_power_of_2(num_parts),
-        BLOCK=triton.next_power_of_2(num_parts * count), **wide,
+        BLOCK=triton.next_power_of_2(num_parts * count), num_warps=_FEW, **wide,
     )  # fmt: skip
     _level_kernel[(B,)](
         node_scores, node_tokens, node_tokens if token_ids is None else token_ids, tokens, parents, scores,
         count, n, width, level.start, scores.stride(0), BLOCK=triton.next_power_of_2(n * count),
-        WIDTH=triton.next_power_of_2(width), NAMED=token_ids is not None, **overlap(device),
+        WIDTH=triton.next_power_of_2(width), NAMED=token_ids is not None, num_warps=_FEW, **overlap(device),
     )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspec.attention.base import AttentionPlan
+from longspec.attention.base import AttentionPlan, copies_whole
 from longspec.attention.torch_backend import TorchAttention
 from longspec.cache import KVCache
 from longspec.decoding.choose import uniform
@@ -78,9 +78,11 @@ class Writer:
         batch: int,
         capacity: int,
         ends: Iterable[int],
-        fused: bool = False,
+        fused: bool | None = None,
     ) -> None:
-        """`fused` asks for our own kernels."""
+        """`fused` asks for our own kernels; left out, they are used on a GPU, for heads that they take."""
+        if fused is None:
+            fused = target.device.type == "cuda" and copies_whole(target.config.head_dim, target.dtype)
         self._target, self._batch, self.capacity = target, batch, -(-capacity // _ALIGN) * _ALIGN
         self._fused = fused
         target.attention = BatchAttention(fused)

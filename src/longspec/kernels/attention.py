@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longspec.kernels.launch import await_turn, fetch, overlap
-from longspec.kernels.tiling import Tiling, choose_slice, choose_splits, choose_tiling
+from longspec.kernels.tiling import Tiling, choose_slice, choose_splits, choose_tiling, fits_beside
 
 # Rows of a program that merges: the least that `tl.dot` takes.
 _MERGE_ROWS = 16
@@ -171,9 +171,12 @@ def _merge_kernel(
     num_rows, num_nodes, num_splits, window, heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     SLICE: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, NODES: tl.constexpr, TREE: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """SLICE numbers of each head's result: the scores are had again for each slice, being few."""
+    """SLICE numbers of each head's result: the scores are had again for each slice, being few.
+
+    Queries and nodes were there before the first launch: with EARLY they are attended to while that runs.
+    """
     tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, head = problem // heads, problem % heads
     row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
@@ -185,6 +188,10 @@ def _merge_kernel(
     length = tl.load(lengths + b).to(tl.int32)
     begin, share = _parts(length, window, num_splits, UNIT)
     num_parts, at = tl.cdiv(length - begin, share), problem * num_splits
+    if not EARLY:
+        await_turn(OVERLAP)
+        # Asked for before the nodes are attended to, so that they are there afterwards.
+        lses, outs = _load_parts(part_out, part_lse, 0, num_parts, at, row, num_rows, ours, D, PARTS)
     high = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, SLICE], tl.float32)
@@ -204,9 +211,11 @@ def _merge_kernel(
             else:
                 visible = pairs & (node[None, :] <= (row // group)[:, None])
             high, total, acc = _absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
-    # Queries and nodes were there before the first launch: only its own results must be waited for.
-    await_turn(OVERLAP)
-    for first in tl.range(0, num_parts, PARTS):
+    if EARLY:
+        await_turn(OVERLAP)
+        lses, outs = _load_parts(part_out, part_lse, 0, num_parts, at, row, num_rows, ours, D, PARTS)
+    high, total, acc = _absorb_parts(lses, outs, high, total, acc)
+    for first in tl.range(PARTS, num_parts, PARTS):
         lses, outs = _load_parts(part_out, part_lse, first, num_parts, at, row, num_rows, ours, D, PARTS)
         high, total, acc = _absorb_parts(lses, outs, high, total, acc)
     _write(out, lse, b, head, row, ours, high, total, acc, num_rows, heads, group, D)
@@ -310,13 +319,14 @@ def attend(
         mask_strides = (T * T if tree.ndim == 3 else 0, T)
     num_tiles = triton.cdiv(num_rows, _MERGE_ROWS)
     piece, parts = choose_slice(num_tiles * B * K, D, q.device)
-    _merge_kernel[(num_tiles, B * K, triton.cdiv(D, piece))](
+    grid = (num_tiles, B * K, triton.cdiv(D, piece))
+    _merge_kernel[grid](
         q, k, v, mask, lengths, part_out, part_lse, out, lse,
         *q.stride()[:3], *k.stride()[1:4], *v.stride()[1:4], *mask_strides,
         num_rows, T, num_splits, last, K, H // K, _scale(D), **shape,
         BLOCK_R=_MERGE_ROWS, BLOCK_N=_node_block(T, D, q.dtype), SLICE=piece, PARTS=parts,
-        UNIT=tiling.num_keys, NODES=nodes, TREE=tree is not None, num_warps=4, num_stages=1,
-        **overlap(q.device),
+        UNIT=tiling.num_keys, NODES=nodes, TREE=tree is not None, EARLY=fits_beside(grid, q.device),
+        num_warps=4, num_stages=1, **overlap(q.device),
     )  # fmt: skip
     return out, lse
 

@@ -85,6 +85,12 @@ def choose_slice(num_programs: int, head_dim: int, device: torch.device) -> tupl
     return max(16, min(64, triton.next_power_of_2(head_dim))), 8
 
 
+def fits_beside(grid: tuple[int, int, int], device: torch.device) -> bool:
+    """Whether so few programs find room on the GPU while another kernel is at work."""
+    sms, _ = _gpu(device)
+    return grid[0] * grid[1] * grid[2] <= sms
+
+
 @cache
 def _gpu(device: torch.device) -> tuple[int, int]:
     """How many multiprocessors it has, and how many bytes of shared memory a program may take."""

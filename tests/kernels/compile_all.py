@@ -78,6 +78,7 @@ def call_models(T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024, E: i
     attend(q, k, k, lengths, None, False, 4, 256)
     attend(halves(1, T, 3 * H, D), halves(3, 1, K, S, D), halves(3, 1, K, S, D), lengths, None, False)
     masked(q, k, k, torch.ones(1, T, S, dtype=torch.bool))
+    masked(q[:, :1, :1], k[:, :1], k[:, :1], torch.ones(1, 1, S, dtype=torch.bool))
     x, weight = halves(1, T, E), halves(E)
     rms_norm(x, weight, 1e-5)
     add_rms_norm(x, x, weight, 1e-5)
@@ -89,6 +90,8 @@ def call_models(T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024, E: i
     few_rows(x, halves(3072, E), None, x, (weight, 1e-5), gated=True)
     few_rows(x[:, :1], halves(3072, E), None, x[:, :1], (weight, 1e-5), gated=True)
     few_rows(halves(1, T, 1536), halves(E, 1536))
+    few_rows(halves(1, T, 4096), halves(4096, 4096))
+    few_rows(halves(1, T, 4096), halves(28672, 4096), gated=True)
 
 
 def call_rounds(N: int, V: int = 49152, window: int = 512) -> None:

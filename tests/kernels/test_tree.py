@@ -133,7 +133,9 @@ def test_a_round_is_settled_alike(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("R", "I", "O"), [(1, 576, 960), (7, 48, 33), (20, 100, 2100), (64, 256, 64)])
+@pytest.mark.parametrize(
+    ("R", "I", "O"), [(1, 576, 960), (1, 4100, 24), (7, 48, 33), (20, 100, 2100), (64, 256, 64)]
+)
 def test_products_of_few_rows(dtype: torch.dtype, R: int, I: int, O: int) -> None:  # noqa: E741
     generator = torch.Generator().manual_seed(R)
 

@@ -98,7 +98,7 @@ class OurMethod:
 
     def forget(self) -> None:
         """See `Runner.forget`."""
-        self._model.reset()
+        self._model.engine.store.forget()
 
     def parts(self, prompt: list[int], asked: Asked) -> dict[str, float] | None:
         """See `Runner.parts`."""

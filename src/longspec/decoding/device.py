@@ -269,7 +269,7 @@ class _Slot:
 class RoundStore:
     """The rounds of the last few methods over one cache, between requests."""
 
-    MOST = 4
+    MOST = 8
     """Methods whose rounds are kept."""
 
     def __init__(self) -> None:

@@ -105,6 +105,12 @@ class PrefixStore:
             if self._held is None:
                 self._held = held
 
+    def forget(self) -> None:
+        """Keep the memory and the graphs over it, but nothing of the texts."""
+        with self._lock:
+            if self._held is not None:
+                self._held = _Held(self._held.cache, [[] for _ in self._held.texts])
+
     def clear(self) -> None:
         """Let the memory go."""
         with self._lock:

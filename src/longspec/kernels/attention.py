@@ -1,4 +1,4 @@
-"""Attention of a few queries per row over a long KV cache: two launches, whatever the lengths.
+"""Attention of a few queries per row over a long KV cache: two launches at most, whatever the lengths.
 
 The first launch cuts each row's prefix into parts and attends to each; the query heads that share a KV
 head are rows of one tile, so a key is read once for all of them. The second attends to the new nodes, which
@@ -15,7 +15,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longspec.kernels.launch import await_turn, fetch, overlap
-from longspec.kernels.tiling import Tiling, choose_slice, choose_splits, choose_tiling, fits_beside
+from longspec.kernels.tiling import (
+    Tiling,
+    choose_share,
+    choose_slice,
+    choose_splits,
+    choose_tiling,
+    fits_beside,
+)
 
 # Rows of a program that merges: the least that `tl.dot` takes.
 _MERGE_ROWS = 16
@@ -41,11 +48,15 @@ def _absorb(
 
 
 @triton.jit
-def _parts(length, window, num_splits, UNIT: tl.constexpr):
-    """Where the last `window` entries of the prefix begin, and how many of them one part takes."""
+def _parts(length, window, num_splits, UNIT: tl.constexpr, OWN: tl.constexpr):
+    """Where the last `window` entries of the prefix begin, where they end, and how many one part takes.
+
+    With OWN they end behind the entry of a lone query itself.
+    """
     begin = tl.maximum(length - window, 0)
-    share = tl.cdiv(tl.cdiv(length - begin, num_splits), UNIT) * UNIT
-    return begin, tl.maximum(share, UNIT)
+    end = length + 1 if OWN else length
+    share = tl.cdiv(tl.cdiv(end - begin, num_splits), UNIT) * UNIT
+    return begin, end, tl.maximum(share, UNIT)
 
 
 @triton.jit
@@ -70,20 +81,21 @@ def _absorb_edge(
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits", "sinks", "window", "heads", "layer_heads", "group"])
 def _prefix_kernel(
-    q, k, v, keys, values, lengths, part_out, part_lse, q_b, q_t, q_h,
+    q, k, v, keys, values, lengths, part_out, part_lse, out, lse, q_b, q_t, q_h,
     k_l, k_b, k_h, k_s, v_l, v_b, v_h, v_s,
     num_rows, num_splits, sinks, window, heads, layer_heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    LINE: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    LINE: tl.constexpr, SINKS: tl.constexpr, OWN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """k and v are descriptors of keys and values, so that whole tiles are copied by the hardware; what is
-    outside reads as 0."""
+    outside reads as 0. With WHOLE there is one part, and its result is the whole one."""
     # Tiles of the same keys are neighbours, so that they find them in the L2 cache.
     tile, split, problem = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = problem // heads, problem % heads
     layer, theirs = head // layer_heads, head % layer_heads
     length = tl.load(lengths + b).to(tl.int32)
-    begin, share = _parts(length, window, num_splits, BLOCK_S)
+    begin, behind, share = _parts(length, window, num_splits, BLOCK_S, OWN)
     start = begin + split * share
     if OVERLAP:
         # The prefix has been there for long: its first tile comes while the queries are still being made.
@@ -98,9 +110,9 @@ def _prefix_kernel(
     inside = (row < num_rows)[:, None] & (d < D)[None, :]
     rows_at = q + b.to(tl.int64) * q_b + _query_offsets(row, head, q_t, q_h, group)
     query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
-    if start >= length:
+    if (start >= behind) and not WHOLE:
         return
-    end = tl.minimum(start + share, length)
+    end = tl.minimum(start + share, behind)
 
     high = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
@@ -136,9 +148,12 @@ def _prefix_kernel(
             query, k, v, layer, b, theirs, edge, end, high, total, acc, scale, BLOCK_D, BLOCK_S, PRECISION
         )
 
-    place = (problem.to(tl.int64) * num_splits + split) * num_rows + row
-    tl.store(part_out + place[:, None] * D + d[None, :], acc / total[:, None], mask=inside)
-    tl.store(part_lse + place, high + tl.log2(total), mask=row < num_rows)
+    if WHOLE:
+        _write(out, lse, b.to(tl.int64), head, row, d, high, total, acc, num_rows, heads, group, D)
+    else:
+        place = (problem.to(tl.int64) * num_splits + split) * num_rows + row
+        tl.store(part_out + place[:, None] * D + d[None, :], acc / total[:, None], mask=inside)
+        tl.store(part_lse + place, high + tl.log2(total), mask=row < num_rows)
 
 
 @triton.jit
@@ -171,7 +186,7 @@ def _merge_kernel(
     num_rows, num_nodes, num_splits, window, heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     SLICE: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, NODES: tl.constexpr, TREE: tl.constexpr,
-    EARLY: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    OWN: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """SLICE numbers of each head's result: the scores are had again for each slice, being few.
 
@@ -186,8 +201,8 @@ def _merge_kernel(
         rows_at[:, None] + d[None, :], mask=(row < num_rows)[:, None] & (d < D)[None, :], other=0.0
     )
     length = tl.load(lengths + b).to(tl.int32)
-    begin, share = _parts(length, window, num_splits, UNIT)
-    num_parts, at = tl.cdiv(length - begin, share), problem * num_splits
+    begin, behind, share = _parts(length, window, num_splits, UNIT, OWN)
+    num_parts, at = tl.cdiv(behind - begin, share), problem * num_splits
     if not EARLY:
         await_turn(OVERLAP)
         # Asked for before the nodes are attended to, so that they are there afterwards.
@@ -236,14 +251,15 @@ def _write(
     tl.store(lse + place, (high + tl.log2(total)) * ln_two, mask=row < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys", "heads", "group"])
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "share", "heads", "group"])
 def _masked_kernel(
-    q, k, v, sees, out, lse,
+    q, k, v, sees, part_out, part_lse, out, lse,
     q_b, q_t, q_h, k_b, k_h, k_s, v_b, v_h, v_s, sees_b, sees_t,
-    num_rows, num_keys, heads, group, scale,
+    num_rows, num_keys, share, heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """One part of `share` keys; with WHOLE it is the only one."""
     await_turn(OVERLAP)
     tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, head = problem // heads, problem % heads
@@ -257,7 +273,8 @@ def _masked_kernel(
     high = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    for first in tl.range(0, num_keys, BLOCK_S):
+    split = tl.program_id(2)
+    for first in tl.range(split * share, tl.minimum((split + 1) * share, num_keys), BLOCK_S):
         entry = first + tl.arange(0, BLOCK_S)
         pairs = (row < num_rows)[:, None] & (entry < num_keys)[None, :]
         sees_at = sees + (row // group * sees_t)[:, None] + entry[None, :]
@@ -266,7 +283,32 @@ def _masked_kernel(
         key = tl.load(k + (entry * k_s)[:, None] + d[None, :], mask=mask, other=0.0)
         value = tl.load(v + (entry * v_s)[:, None] + d[None, :], mask=mask, other=0.0)
         high, total, acc = _absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
-    _write(out, lse, b, head, row, d, high, total, acc, num_rows, heads, group, D)
+    if WHOLE:
+        _write(out, lse, b, head, row, d, high, total, acc, num_rows, heads, group, D)
+    else:
+        place = (problem * tl.num_programs(2) + split) * num_rows + row
+        result = acc / tl.where(total == 0, 1.0, total)[:, None]
+        tl.store(part_out + place[:, None] * D + d[None, :], result, mask=inside)
+        tl.store(part_lse + place, high + tl.log2(total), mask=row < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_parts", "heads", "group"])
+def _join_kernel(
+    part_out, part_lse, out, lse, num_rows, num_parts, heads, group,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Merge parts by their lse."""
+    await_turn(OVERLAP)
+    tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    high = tl.full([BLOCK_R], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    for first in tl.range(0, num_parts, PARTS):
+        at = problem * num_parts
+        lses, outs = _load_parts(part_out, part_lse, first, num_parts, at, row, num_rows, d, D, PARTS)
+        high, total, acc = _absorb_parts(lses, outs, high, total, acc)
+    _write(out, lse, problem // heads, problem % heads, row, d, high, total, acc, num_rows, heads, group, D)
 
 
 def attend(
@@ -300,19 +342,25 @@ def attend(
     last = _UNBOUNDED if window is None else window
     assert last > 0, "a window has one entry at least"
     num_splits = num_splits or choose_splits(num_tiles * B * K, min(capacity, last), tiling, q.device)
-    part_out = torch.empty(B * K * num_splits * num_rows, D, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(B * K * num_splits * num_rows, dtype=torch.float32, device=q.device)
+    # A query alone sees all up to its own entry, which may as well count as prefix.
+    own = nodes and T == 1
+    whole = num_splits == 1 and (own or not nodes)
+    num_parts = 0 if whole else B * K * num_splits * num_rows
+    part_out = torch.empty(num_parts, D, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(num_parts, dtype=torch.float32, device=q.device)
     out, lse = _results(q)
     shape = {"D": D, "BLOCK_D": _padded(D), "PRECISION": _precision(q.dtype)}
     box = [1, 1, 1, tiling.num_keys, shape["BLOCK_D"]]
     _prefix_kernel[(num_tiles, num_splits, B * K)](
         q, TensorDescriptor.from_tensor(k, box), TensorDescriptor.from_tensor(v, box), k, v, lengths,
-        part_out, part_lse, *q.stride()[:3], *k.stride()[:4], *v.stride()[:4],
+        part_out, part_lse, out, lse, *q.stride()[:3], *k.stride()[:4], *v.stride()[:4],
         num_rows, num_splits, sinks, last, K, k.shape[2], H // K, _scale(D), **shape,
         BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, LINE=min(_padded(D), 128 // q.itemsize),
-        SINKS=sinks > 0 and window is not None, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
-        **overlap(q.device),
+        SINKS=sinks > 0 and window is not None, OWN=own, WHOLE=whole,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlap(q.device),
     )  # fmt: skip
+    if whole:
+        return out, lse
     mask, mask_strides = q, (0, 0)
     if tree is not None:
         mask = tree.contiguous().view(torch.uint8)
@@ -325,33 +373,35 @@ def attend(
         *q.stride()[:3], *k.stride()[1:4], *v.stride()[1:4], *mask_strides,
         num_rows, T, num_splits, last, K, H // K, _scale(D), **shape,
         BLOCK_R=_MERGE_ROWS, BLOCK_N=_node_block(T, D, q.dtype), SLICE=piece, PARTS=parts,
-        UNIT=tiling.num_keys, NODES=nodes, TREE=tree is not None, EARLY=fits_beside(grid, q.device),
-        num_warps=4, num_stages=1, **overlap(q.device),
+        UNIT=tiling.num_keys, NODES=nodes and not own, TREE=tree is not None, OWN=own,
+        EARLY=fits_beside(grid, q.device), num_warps=4, num_stages=1, **overlap(q.device),
     )  # fmt: skip
     return out, lse
 
 
-def masked(
-    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, tiling: Tiling | None = None
-) -> tuple[Tensor, Tensor]:
-    """Queries q [B, T, H, D] over the keys of k, v [B, K, S, D] that `sees`, bool [B, T, S], allows each.
-
-    The tiling is for tuning.
-    """
+def masked(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries q [B, T, H, D] over the keys of k, v [B, K, S, D] that `sees`, bool [B, T, S], allows each."""
     B, T, H, D = q.shape
     K, num_keys = k.shape[1], k.shape[2]
     num_rows = T * H // K
     out, lse = _results(q)
     sees = sees.contiguous().view(torch.uint8)
     block = 16 if q.dtype == torch.float32 else 128 if D <= 128 else 64
-    tiling = tiling or Tiling(_MERGE_ROWS, block, 4, 2)
-    _masked_kernel[(triton.cdiv(num_rows, tiling.num_rows), B * K)](
-        q, k, v, sees, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T * num_keys, num_keys,
-        num_rows, num_keys, K, H // K, _scale(D),
-        D=D, BLOCK_D=_padded(D), BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys,
-        PRECISION=_precision(q.dtype), num_warps=tiling.num_warps, num_stages=tiling.num_stages,
-        **overlap(q.device),
+    grid = (triton.cdiv(num_rows, _MERGE_ROWS), B * K)
+    share, num_splits = choose_share(grid[0] * grid[1], num_keys, block, q.device)
+    whole = num_splits == 1
+    num_parts = 0 if whole else B * K * num_splits * num_rows
+    part_out = torch.empty(num_parts, D, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(num_parts, dtype=torch.float32, device=q.device)
+    shape = {"D": D, "BLOCK_D": _padded(D), "BLOCK_R": _MERGE_ROWS, "num_warps": 4, **overlap(q.device)}
+    _masked_kernel[(*grid, num_splits)](
+        q, k, v, sees, part_out, part_lse, out, lse,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T * num_keys, num_keys,
+        num_rows, num_keys, share, K, H // K, _scale(D),
+        BLOCK_S=block, WHOLE=whole, PRECISION=_precision(q.dtype), num_stages=2, **shape,
     )  # fmt: skip
+    if not whole:
+        _join_kernel[grid](part_out, part_lse, out, lse, num_rows, num_splits, K, H // K, PARTS=8, **shape)
     return out, lse
 
 

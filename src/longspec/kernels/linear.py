@@ -1,8 +1,9 @@
-"""Matrix products of a few rows with a small matrix, and the small work around them.
+"""Matrix products of a few rows, and the small work around them.
 
-A small model's products take less time than the launches around them, and than the way of its weights from
-memory. So the weights are asked for before it is the kernel's turn; the gate of a feed-forward is part of the
-product that makes it; and for a single row, residual and RMSNorm are part of the product that reads them.
+Of few rows a product takes as long as its weights take to come from memory, and in a small model less than
+the launches around it. So the first weights are asked for before it is the kernel's turn; the gate of a
+feed-forward is part of the product that makes it; and for a single row of a small model, residual and RMSNorm
+are part of the product that reads them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from torch import Tensor
 
 from longspec.kernels.launch import await_turn, fetch, overlap
 from longspec.kernels.norm import add_rms_norm, rms_norm
+from longspec.kernels.tiling import gpu_size
 
-# Of more rows, or of larger matrices, a library's products are faster, and the launches do not matter.
+# Of more rows, a library's products are faster, and the launches do not matter.
 MOST_ROWS = 64
-MOST_WEIGHTS = 1 << 22
-# A single row is one tile, whatever its length.
-MOST_INPUTS = 4096
-_LINE = 128  # bytes that come from memory together
+# A single row of a small matrix is one tile.
+_SMALL, _LONGEST = 1 << 22, 4096
+_LINE, _LINES = 128, 8  # bytes that come from memory together, and how many such are asked for early
 
 
 @triton.jit
@@ -79,11 +80,12 @@ def _rows_kernel(
     dtype = x.dtype.element_ty
     # What is outside reads the last one again: nobody keeps it.
     rows_at = x + tl.minimum(row, num_rows - 1)[:, None] * num_in
-    columns_at = weight + tl.minimum(col, num_out - 1) * num_in
+    columns_at = weight + tl.minimum(col, num_out - 1).to(tl.int64) * num_in
+    second_at = num_out.to(tl.int64) * num_in
     lines = columns_at[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, num_in - 1)[None, :]
     fetch(lines, OVERLAP)
     if GATED:
-        fetch(lines + num_out * num_in, OVERLAP)
+        fetch(lines + second_at, OVERLAP)
     await_turn(OVERLAP)
     result = tl.zeros([ROWS, COLS], tl.float32)
     up = tl.zeros([ROWS, COLS], tl.float32)
@@ -94,7 +96,7 @@ def _rows_kernel(
         weights = tl.load(weights_at, mask=(i < num_in)[:, None], other=0.0)
         result = tl.dot(value, weights, result, input_precision=PRECISION)
         if GATED:
-            second = tl.load(weights_at + num_out * num_in, mask=(i < num_in)[:, None], other=0.0)
+            second = tl.load(weights_at + second_at, mask=(i < num_in)[:, None], other=0.0)
             up = tl.dot(value, second, up, input_precision=PRECISION)
     if BIAS:
         result += tl.load(bias + col, mask=col < num_out, other=0.0).to(tl.float32)[None, :]
@@ -126,7 +128,7 @@ def few_rows(
     num_rows = x.numel() // num_in
     out = torch.empty(*x.shape[:-1], num_out, dtype=x.dtype, device=x.device)
     options = {"GATED": gated, "BIAS": bias is not None, **overlap(x.device)}
-    if num_rows == 1:
+    if num_rows == 1 and weight.numel() <= _SMALL and num_in <= _LONGEST:
         total = x if delta is None else torch.empty_like(x)
         depth = triton.next_power_of_2(num_in)
         cols = max(1, min(8, (8192 if gated else 16384) // depth))
@@ -140,18 +142,35 @@ def few_rows(
     if norm is not None:
         x, total = (rms_norm(x, *norm), x) if delta is None else add_rms_norm(x, delta, *norm)
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    line = _LINE // x.itemsize
-    exact = x.dtype == torch.float32
-    _rows_kernel[(triton.cdiv(num_out, 16), triton.cdiv(num_rows, rows))](
+    cols, depth, stages = _tile(rows, weight, gated)
+    _rows_kernel[(triton.cdiv(num_out, cols), triton.cdiv(num_rows, rows))](
         x, weight, x if bias is None else bias, out, num_rows, num_in, num_out,
-        ROWS=rows, COLS=16, DEPTH=32 if exact else 128,
-        LINE=line, LINES=triton.next_power_of_2(triton.cdiv(num_in, line)),
-        PRECISION="ieee" if exact else "tf32", num_warps=4, num_stages=4, **options,
+        ROWS=rows, COLS=cols, DEPTH=depth, LINE=_LINE // x.itemsize, LINES=_LINES,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, num_stages=stages, **options,
     )  # fmt: skip
     return out, total
+
+
+def _tile(rows: int, weight: Tensor, gated: bool) -> tuple[int, int, int]:
+    """Columns and depth of a program's tile, and how many are under way: what was fastest on an H200, cut
+    down to what the GPU holds."""
+    sms, shared = gpu_size(weight.device)
+    # Where tiles of 32 columns are few enough for all to run at once, each needs more under way.
+    few = weight.shape[0] <= 32 * sms
+    if weight.dtype == torch.float32:
+        cols, depth, stages = 16, 32, 4
+    elif weight.numel() <= _SMALL:
+        cols, depth, stages = 16, 128, 4
+    elif rows == 16:
+        cols, depth, stages = 32, 256, 6 if few else 4
+    else:
+        cols, depth, stages = (32, 128, 6) if few else (64, 128, 4)
+    stage = (rows + cols * (2 if gated else 1)) * depth * weight.itemsize
+    return cols, depth, max(1, min(stages, shared // stage))
 
 
 def covers(x: Tensor, weight: Tensor) -> bool:
     """Whether `few_rows` is for this product."""
     num_rows = x.numel() // x.shape[-1]
-    return num_rows <= MOST_ROWS and weight.numel() <= MOST_WEIGHTS and weight.shape[1] <= MOST_INPUTS
+    # In fp32 there are no tensor cores for it, and a library knows better how to do without.
+    return num_rows <= MOST_ROWS and (x.dtype != torch.float32 or weight.numel() <= _SMALL)

@@ -9,7 +9,7 @@ import torch
 import triton
 
 # Multiprocessors and shared memory that the interpreter pretends to have: enough for a few splits.
-_PRETENDED = (2, 232448)
+_PRETENDED = (4, 230400)
 # Shared memory for what the compiler keeps beside the tiles.
 _SPARE = 2048
 
@@ -34,8 +34,8 @@ class Tiling:
 def choose_tiling(num_rows: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiling:
     """The tile for `num_rows` folded rows: what was fastest on an H200, cut down to what the GPU holds."""
     tiling = _measured(num_rows, head_dim <= 64, head_dim > 128, dtype)
-    _, shared = _gpu(device)
-    while tiling.num_bytes(head_dim, dtype) > shared - _SPARE:
+    _, shared = gpu_size(device)
+    while tiling.num_bytes(head_dim, dtype) > shared:
         if tiling.num_stages > 2:
             tiling = replace(tiling, num_stages=tiling.num_stages - 1)
         else:
@@ -64,7 +64,7 @@ def choose_splits(num_programs: int, capacity: int, tiling: Tiling, device: torc
     One such program fills a multiprocessor's shared memory, so the time is that of the fullest one: rounds
     of programs times the length of each, and a little for each part that must be merged.
     """
-    sms, _ = _gpu(device)
+    sms, _ = gpu_size(device)
     most = min(triton.cdiv(capacity, tiling.num_keys), max(1, 4 * sms // num_programs))
     return min(
         range(1, most + 1),
@@ -72,12 +72,21 @@ def choose_splits(num_programs: int, capacity: int, tiling: Tiling, device: torc
     )
 
 
+def choose_share(num_programs: int, num_keys: int, block: int, device: torch.device) -> tuple[int, int]:
+    """How many of a few keys, blocks of which are read at a time, one program takes, and how many parts that
+    makes: as many as there are processors for."""
+    sms, _ = gpu_size(device)
+    num_splits = max(1, min(triton.cdiv(num_keys, block), sms // num_programs))
+    share = triton.cdiv(triton.cdiv(num_keys, block), num_splits) * block
+    return share, triton.cdiv(num_keys, share)
+
+
 def choose_slice(num_programs: int, head_dim: int, device: torch.device) -> tuple[int, int]:
     """How many numbers of each head's result a merging program has, and how many parts it takes at a time.
 
     `num_programs` have all rows between them. Where those are few, slices bring more programs to work.
     """
-    sms, _ = _gpu(device)
+    sms, _ = gpu_size(device)
     if 8 * num_programs <= sms:
         return 16, 16
     if 2 * num_programs <= sms:
@@ -87,14 +96,14 @@ def choose_slice(num_programs: int, head_dim: int, device: torch.device) -> tupl
 
 def fits_beside(grid: tuple[int, int, int], device: torch.device) -> bool:
     """Whether so few programs find room on the GPU while another kernel is at work."""
-    sms, _ = _gpu(device)
+    sms, _ = gpu_size(device)
     return grid[0] * grid[1] * grid[2] <= sms
 
 
 @cache
-def _gpu(device: torch.device) -> tuple[int, int]:
+def gpu_size(device: torch.device) -> tuple[int, int]:
     """How many multiprocessors it has, and how many bytes of shared memory a program may take."""
     if device.type != "cuda":
         return _PRETENDED
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    return properties["multiprocessor_count"], properties["max_shared_mem"]
+    return properties["multiprocessor_count"], properties["max_shared_mem"] - _SPARE

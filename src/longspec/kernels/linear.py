@@ -172,5 +172,7 @@ def _tile(rows: int, weight: Tensor, gated: bool) -> tuple[int, int, int]:
 def covers(x: Tensor, weight: Tensor) -> bool:
     """Whether `few_rows` is for this product."""
     num_rows = x.numel() // x.shape[-1]
-    # In fp32 there are no tensor cores for it, and a library knows better how to do without.
-    return num_rows <= MOST_ROWS and (x.dtype != torch.float32 or weight.numel() <= _SMALL)
+    if weight.numel() <= _SMALL:
+        return num_rows <= MOST_ROWS
+    # A library does better by a large matrix where tensor cores do nothing: a single row, and fp32.
+    return 1 < num_rows <= MOST_ROWS and x.dtype != torch.float32

@@ -96,14 +96,14 @@ def merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tenso
 
 
 def choose_backend(name: str = "auto") -> Attention:
-    """The backend called `name`; `auto` is torch's own kernels."""
+    """The backend called `name`; `auto` is our kernels where there is a GPU for them, or torch's own."""
     if name not in ("auto", *BACKENDS):
         raise UserError(f"attention backend {name!r} is unknown; there are: auto, {', '.join(BACKENDS)}")
     if name == "reference":
         from longspec.attention.reference import ReferenceAttention
 
         return ReferenceAttention()
-    if name == "triton":
+    if name == "triton" or (name == "auto" and _has_gpu_for_kernels()):
         if find_spec("triton") is None:
             raise UserError("attention backend 'triton' needs the package triton: pip install triton")
         from longspec.attention.triton_backend import TritonAttention
@@ -112,3 +112,9 @@ def choose_backend(name: str = "auto") -> Attention:
     from longspec.attention.torch_backend import TorchAttention
 
     return TorchAttention()
+
+
+def _has_gpu_for_kernels() -> bool:
+    # Older GPUs than Ampere know no bf16.
+    found = torch.cuda.is_available() and torch.version.hip is None and find_spec("triton") is not None
+    return found and torch.cuda.get_device_capability() >= (8, 0)

@@ -167,8 +167,7 @@ def measure_latency(setting: Setting, on_line: Callable[[Latencies], None] = lam
     device = pick_device(setting.device)
     dtype = pick_dtype(setting.dtype, device)
     config = shape_named(setting.shape)
-    replayed = device.type == "cuda" and setting.attention == "auto"
-    attention = choose_backend("triton" if replayed else setting.attention)
+    attention = choose_backend(setting.attention)
     check_fits(setting.shape, config, dtype, device)
     bandwidth = copy_bandwidth(device)
     target = random_target(config, device, dtype)

@@ -31,7 +31,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto, float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)",
     )
     group.add_argument(
-        "--attention", default="auto", metavar="NAME", help="auto, torch, triton (GPU) or reference"
+        "--attention",
+        default="auto",
+        metavar="NAME",
+        help="auto (triton on a GPU), torch, triton or reference",
     )
     group.add_argument(
         "--max-length", type=int, metavar="N", help="limit on prompt plus answer (default: the model's)"

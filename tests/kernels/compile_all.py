@@ -106,6 +106,7 @@ def call_rounds(N: int, V: int = 49152, window: int = 512) -> None:
     gumbel_noise(numbers(N), numbers(N), torch.arange(V))
     draw_tokens(logits, torch.zeros(N), numbers(N), numbers(N))
     embed(parents, halves(V, 576))
+    embed(parents, halves(V, 576), halves(1, 1, 576))
     tree_sees(parents, 5, lengths)
     level_places(numbers(1, window + N + 1), lengths, parents, range(1, 9), 2, window)
     claim_newest(numbers(1, 6), lengths, lengths, numbers(1, window + N + 1), window, tree)

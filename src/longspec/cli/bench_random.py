@@ -34,7 +34,7 @@ def add_latency(parser: argparse.ArgumentParser) -> None:
         default="64",
         metavar="N",
         help="nodes that are verified, the root among them; auto: the tree that --method auto would take for "
-        "the context and batch (%(default)s)",
+        "the context and batch, no deeper than --tree-shape (%(default)s)",
     )
     parser.add_argument(
         "--temperature",
@@ -79,7 +79,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _draft(arguments: argparse.Namespace, depth: int = 1) -> DraftConfig:
+def _draft(arguments: argparse.Namespace, depth: int | None = None) -> DraftConfig:
     from longspec.config import DraftConfig
     from longspec.errors import UserError
 
@@ -90,7 +90,7 @@ def _draft(arguments: argparse.Namespace, depth: int = 1) -> DraftConfig:
             f"--cross-layers is {arguments.cross_layers!r}; give numbers such as 9,19,-1"
         ) from None
     return DraftConfig(
-        max_lag=max(depth, DraftConfig.max_lag),
+        max_lag=depth or DraftConfig.max_lag,
         cross_layers=layers,
         use_feature=arguments.feature,
         draft_vocab=arguments.draft_vocab,

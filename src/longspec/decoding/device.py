@@ -128,17 +128,12 @@ def _choices(state: DecodeState, hidden: Tensor, positions: Tensor, fused: bool)
     """The target's choice at every node, int64 [B, N]; the nodes stand at these positions."""
     B, N, _ = hidden.shape
     logits = state.target.logits(hidden).flatten(0, 1)
-    if fused and state.sampling.greedy:
-        from longspec.kernels.choose import choose_tokens
-
-        return choose_tokens(logits).view(B, N)
-    after = (positions + 1).flatten()
-    seeds = state.seeds[:, None].expand(B, N).flatten()
     if fused:
         from longspec.kernels.choose import choose_tokens
 
-        return choose_tokens(logits, seeds, after, **vars(state.sampling)).view(B, N)
-    return choose(logits, state.sampling, seeds, after).view(B, N)
+        return choose_tokens(logits, state.seeds, positions, **vars(state.sampling), ahead=1).view(B, N)
+    seeds = state.seeds[:, None].expand(B, N).flatten()
+    return choose(logits, state.sampling, seeds, (positions + 1).flatten()).view(B, N)
 
 
 def _walk(tree: TokenTree, choices: Tensor, depth: int) -> Accepted:

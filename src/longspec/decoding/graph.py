@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -17,13 +18,19 @@ def capture(work: Callable[[], object], device: torch.device) -> torch.cuda.CUDA
     reads and writes must keep its place in memory for as long as the graph is replayed.
     """
     with torch.cuda.device(device):
-        aside = torch.cuda.Stream()
+        aside = _aside(device)
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(_WARM_UP):
                 work()
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=aside):
             work()
     return graph
+
+
+@cache
+def _aside(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all captures: libraries keep a workspace for every stream that they have seen."""
+    return torch.cuda.Stream(device)

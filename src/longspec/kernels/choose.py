@@ -96,7 +96,9 @@ def _narrow_kernel(
     logits += row * logits_r
     seen += row * seen_r
     digit = tl.arange(0, 16)
-    threshold = bits.to(tl.uint32) + (digit.to(tl.uint32) << (28 - 4 * turn))
+    lowest = bits.to(tl.uint32)
+    highest = lowest | (tl.full([], 0xFFFFFFFF, tl.uint32) >> (4 * turn).to(tl.uint32))
+    threshold = lowest + (digit.to(tl.uint32) << (28 - 4 * turn))
     total = tl.zeros([16], tl.float32)
     for block in tl.range(0, BLOCKS):
         i = (part * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
@@ -104,7 +106,11 @@ def _narrow_kernel(
         counts = score >= least if MASS else i < size
         weight = tl.where(counts, tl.exp(score) if MASS else 1.0, 0.0)
         height = (0x7FFFFFFF - tl.abs(score).to(tl.int32, bitcast=True)).to(tl.uint32)
-        total += tl.sum(tl.where(height[None, :] >= threshold[:, None], weight[None, :], 0.0), 1)
+        # What lies above all thresholds counts for each; between them there is mostly nothing any more.
+        total += tl.sum(tl.where(height > highest, weight, 0.0), 0)
+        between = tl.where((height >= lowest) & (height <= highest), weight, 0.0)
+        if tl.max(between, 0) > 0:
+            total += tl.sum(tl.where(height[None, :] >= threshold[:, None], between[None, :], 0.0), 1)
     tl.store(sums + (ours * num_parts + part) * 16 + digit, total)
 
 
@@ -121,10 +127,10 @@ def _least_kernel(
     tl.store(leasts + row, tl.maximum(tl.load(leasts + row), least))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["repeat", "ahead"])
 def _pick_kernel(
     logits, seen, seeds, positions, peaks, leasts, best, token, logits_r, seen_r, size,
-    temperature, penalty, log_min_p,
+    temperature, penalty, log_min_p, repeat, ahead,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PENALTY: tl.constexpr, GREEDY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -138,9 +144,13 @@ def _pick_kernel(
     else:
         peak = _row_peak(peaks, row, tl.num_programs(0), PARTS)
         score = _scaled(logits, seen, i, size, penalty, peak, temperature, PENALTY)
-        noise = gumbel(tl.load(seeds + row + i * 0), tl.load(positions + row + i * 0), i)
         kept = (score >= tl.load(leasts + row)) & (score >= log_min_p) & (i < size)
-        value = tl.where(kept, score.to(tl.float64) + noise, -float("inf"))
+        value = tl.full([BLOCK], -float("inf"), tl.float64)
+        # The filters leave most parts with nothing, and noise is the most costly thing here.
+        if tl.max(kept.to(tl.int32), 0) > 0:
+            seed, position = tl.load(seeds + row // repeat + i * 0), tl.load(positions + row + i * 0)
+            noise = gumbel(seed, position + ahead, i)
+            value = tl.where(kept, score.to(tl.float64) + noise, -float("inf"))
     most = tl.max(value, 0)
     place = row * tl.num_programs(0) + part
     tl.store(best + place, most)
@@ -199,11 +209,13 @@ def choose_tokens(
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
     seen: Tensor | None = None,
+    ahead: int = 0,
 ) -> Tensor:
     """The token of each row, int64 [R]: what `longspec.decoding.choose.choose` gives, settings as there.
 
     logits are fp32 [R, V], seeds and positions int64 [R], which greedy choice does without, seen bool
-    [R, V]; a row of logits or of `seen` must lie in one piece.
+    [R, V]; a row of logits or of `seen` must lie in one piece. Of seeds there may be fewer, each for as many
+    rows in turn. The chosen tokens stand `ahead` of the positions.
     """
     R, V = logits.shape
     assert logits.dtype == torch.float32, "scores are fp32, or near ones would tie"
@@ -216,6 +228,7 @@ def choose_tokens(
     grid, blocks = (num_parts, R), {"BLOCK": _BLOCK, "PENALTY": penalty}
     parts = {"PARTS": triton.next_power_of_2(num_parts)}
     greedy = temperature == 0
+    repeat = 1 if seeds is None else R // seeds.shape[0]
     temperature = max(temperature, torch.finfo(torch.float32).tiny)
     peaks = leasts = logits
     if greedy:
@@ -223,7 +236,7 @@ def choose_tokens(
     else:
         assert seeds is not None, "chance needs seeds"
         assert positions is not None, "chance needs positions"
-        # One seed for all nodes of a row may have been expanded rather than copied.
+        # One seed for all may have been expanded rather than copied.
         seeds, positions = seeds.contiguous(), positions.contiguous()
         peaks, leasts = logits.new_empty(R, num_parts), logits.new_full((R,), -math.inf)
         _peak_kernel[grid](
@@ -237,8 +250,8 @@ def choose_tokens(
     token = torch.empty(R, num_parts, dtype=torch.int32, device=logits.device)
     _pick_kernel[grid](
         logits, marks, seeds, positions, peaks, leasts, best, token, *rows, temperature,
-        repetition_penalty, math.log(min_p) if min_p else -math.inf, **blocks, **parts, GREEDY=greedy,
-        **overlap(logits.device),
+        repetition_penalty, math.log(min_p) if min_p else -math.inf, repeat, ahead, **blocks, **parts,
+        GREEDY=greedy, **overlap(logits.device),
     )  # fmt: skip
     out = torch.empty(R, dtype=torch.int64, device=logits.device)
     _best_kernel[(R,)](best, token, out, num_parts, BLOCK=parts["PARTS"], **overlap(logits.device))

@@ -38,21 +38,23 @@ def gumbel(seed, position, token) -> tl.tensor:
     return -tl.log(-tl.log(1.0 - uniform(seed, position, token)))
 
 
-@triton.jit
-def _noise_kernel(seeds, positions, tokens, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+@triton.jit(do_not_specialize=["ahead"])
+def _noise_kernel(
+    seeds, positions, tokens, out, size, ahead, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
     await_turn(OVERLAP)
     row, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(tokens + i, mask=i < size, other=0)
     seed, position = tl.load(seeds + row + i * 0), tl.load(positions + row + i * 0)
-    tl.store(out + row * size + i, gumbel(seed, position, token).to(tl.float32), mask=i < size)
+    tl.store(out + row * size + i, gumbel(seed, position + ahead, token).to(tl.float32), mask=i < size)
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Gumbel noise, fp32 [R, V], for the token ids [V] at (seed, position), all int64, those [R]."""
+def gumbel_noise(seeds: Tensor, positions: Tensor, tokens: Tensor, ahead: int = 0) -> Tensor:
+    """Gumbel noise, fp32 [R, V], for the token ids [V] at (seed, position + ahead), all int64, those [R]."""
     out = torch.empty(seeds.shape[0], tokens.shape[0], dtype=torch.float32, device=seeds.device)
     grid = (triton.cdiv(tokens.shape[0], _BLOCK), seeds.shape[0])
     _noise_kernel[grid](
         seeds.contiguous(), positions.contiguous(), tokens.contiguous(), out, tokens.shape[0],
-        BLOCK=_BLOCK, **overlap(seeds.device),
+        ahead, BLOCK=_BLOCK, **overlap(seeds.device),
     )  # fmt: skip
     return out

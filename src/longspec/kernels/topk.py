@@ -10,7 +10,7 @@ from torch import Tensor
 from longspec.kernels.launch import await_turn, overlap
 from longspec.kernels.tree import Levels
 
-_BLOCK, _WARPS, _FEW = 2048, 4, 1
+_CHUNKS = 32  # of a program that only looks for their highs
 _REMOVED = tl.constexpr(-(2**63))
 
 
@@ -45,47 +45,61 @@ def _best(key, count, COUNT: tl.constexpr):
     return chosen
 
 
-@triton.jit(do_not_specialize=["count", "num_nodes"])
-def _part_kernel(
-    logits, noise, keys, highs, sums, size, count, num_nodes, temperature,
-    BLOCK: tl.constexpr, COUNT: tl.constexpr, NOISE: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """The best `count` of one part of a node's vocabulary, and what the part adds to the softmax."""
-    await_turn(OVERLAP)
-    part, node = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i = part * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + node * size + i, mask=i < size, other=-float("inf"))
+@triton.jit
+def _noisy(logits, noise, i, inside, temperature, NOISE: tl.constexpr):
+    """Scores of a node's tokens `i`; -inf outside."""
+    x = tl.load(logits + i, mask=inside, other=-float("inf"))
     if NOISE:
-        extra = tl.load(noise + node // num_nodes * size + i, mask=i < size, other=0.0)
-        x = tl.div_rn(x, temperature) + extra
-    x = tl.where(x == x, x, -float("inf"))  # nan: nonsense, but the order must hold
-    place = node * tl.num_programs(0) + part
-    high = tl.max(x, 0)
-    base = tl.where(high == -float("inf"), 0.0, high)
-    tl.store(highs + place, high)
-    tl.store(sums + place, tl.sum(tl.exp(x - base), 0))
-    slot = tl.arange(0, COUNT)
-    best = _best(tl.where(i < size, _key(x, i), _REMOVED), count, COUNT)
-    tl.store(keys + place * count + slot, best, mask=slot < count)
+        x = tl.div_rn(x, temperature) + tl.load(noise + i, mask=inside, other=0.0)
+    return tl.where(x == x, x, -float("inf"))  # nan: nonsense, but the order must hold
 
 
-@triton.jit(do_not_specialize=["count", "num_nodes", "num_parts"])
-def _node_kernel(
-    keys, highs, sums, above, scores, tokens, count, num_nodes, num_parts, above_b,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, OVERLAP: tl.constexpr,
+@triton.jit(do_not_specialize=["num_nodes", "num_chunks"])
+def _chunk_kernel(
+    logits, noise, highs, sums, size, num_nodes, num_chunks, temperature,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, NOISE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The best `count` of a node's parts, with their log-probability and the node's own score."""
+    """The best score of each chunk of a node's vocabulary, and what the chunk adds to the softmax."""
+    await_turn(OVERLAP)
+    node, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    i = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    x = _noisy(logits + node * size, noise + node // num_nodes * size, i, i < size, temperature, NOISE)
+    high = tl.max(x, 1)
+    base = tl.where(high == -float("inf"), 0.0, high)
+    place = node * num_chunks + chunk
+    tl.store(highs + place, high, mask=chunk < num_chunks)
+    tl.store(sums + place, tl.sum(tl.exp(x - base[:, None]), 1), mask=chunk < num_chunks)
+
+
+@triton.jit(do_not_specialize=["count", "num_nodes", "num_chunks"])
+def _node_kernel(
+    logits, noise, highs, sums, above, scores, tokens,
+    size, count, num_nodes, num_chunks, above_b, temperature,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, NOISE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A node's best `count` children, with their log-probability and the node's own score.
+
+    They stand in the chunks with the best `count` highs: each of those has one that is as good.
+    """
     await_turn(OVERLAP)
     node = tl.program_id(0).to(tl.int64)
-    part, slot, i = tl.arange(0, PARTS), tl.arange(0, COUNT), tl.arange(0, BLOCK)
-    high = tl.load(highs + node * num_parts + part, mask=part < num_parts, other=-float("inf"))
-    total = tl.load(sums + node * num_parts + part, mask=part < num_parts, other=0.0)
-    key = tl.load(keys + node * num_parts * count + i, mask=i < num_parts * count, other=_REMOVED)
-    parent = tl.load(above + node // num_nodes * above_b + node % num_nodes)
+    row = node // num_nodes
+    chunk, slot = tl.arange(0, CHUNKS), tl.arange(0, COUNT)
+    real = chunk < num_chunks
+    high = tl.load(highs + node * num_chunks + chunk, mask=real, other=-float("inf"))
+    total = tl.load(sums + node * num_chunks + chunk, mask=real, other=0.0)
+    parent = tl.load(above + row * above_b + node % num_nodes)
+    best = _best(tl.where(real, _key(high, chunk), _REMOVED), tl.minimum(count, num_chunks), COUNT)
+    found = best != _REMOVED
+    i = _index_of(best)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    inside = found[:, None] & (i < size)
+    x = _noisy(logits + node * size, noise + row * size, i, inside, temperature, NOISE)
     peak = tl.max(high, 0)
     base = tl.where(peak == -float("inf"), 0.0, peak)
     lse = base + tl.log(tl.sum(total * tl.exp(high - base), 0))
-    best = _best(key, count, COUNT)
+    key = tl.where(inside, _key(x, i), _REMOVED)
+    best = _best(tl.reshape(key, [COUNT * CHUNK]), count, COUNT)
     value = _value_of(best)
     score = tl.where(value == -float("inf"), -float("inf"), parent + (value - lse))
     tl.store(scores + node * count + slot, score, mask=slot < count)
@@ -131,26 +145,26 @@ def best_children(
     B, n, V = logits.shape
     logits = logits.contiguous()
     count = min(width, V)
-    block = min(_BLOCK, triton.next_power_of_2(V))
-    num_parts = triton.cdiv(V, block)
+    # Chunks and their number are both searched one by one, so neither should be large.
+    chunk = 32 if V <= 1 << 16 else 64
+    num_chunks = triton.cdiv(V, chunk)
     device = logits.device
-    keys = torch.empty(B * n, num_parts, count, dtype=torch.int64, device=device)
-    highs, sums = torch.empty(2, B * n, num_parts, dtype=torch.float32, device=device).unbind(0)
-    wide = {"COUNT": triton.next_power_of_2(count), **overlap(device)}
-    _part_kernel[(num_parts, B * n)](
-        logits, logits if noise is None else noise, keys, highs, sums, V, count, n, temperature,
-        BLOCK=block, NOISE=noise is not None, num_warps=_WARPS, **wide,
+    highs, sums = torch.empty(2, B * n, num_chunks, dtype=torch.float32, device=device).unbind(0)
+    noisy = {"CHUNK": chunk, "NOISE": noise is not None, **overlap(device)}
+    given = (logits, logits if noise is None else noise)
+    _chunk_kernel[(triton.cdiv(num_chunks, _CHUNKS), B * n)](
+        *given, highs, sums, V, n, num_chunks, temperature, CHUNKS=_CHUNKS, num_warps=4, **noisy
     )  # fmt: skip
     tokens, parents, scores = (part[:, level.stop :] for part in tree)
     node_scores = torch.empty(B, n * count, dtype=torch.float32, device=device)
     node_tokens = torch.empty(B, n * count, dtype=torch.int32, device=device)
     _node_kernel[(B * n,)](
-        keys, highs, sums, tree[2][:, level.start :], node_scores, node_tokens, count, n, num_parts,
-        scores.stride(0), PARTS=triton.next_power_of_2(num_parts),
-        BLOCK=triton.next_power_of_2(num_parts * count), num_warps=_FEW, **wide,
+        *given, highs, sums, tree[2][:, level.start :], node_scores, node_tokens,
+        V, count, n, num_chunks, scores.stride(0), temperature,
+        CHUNKS=triton.next_power_of_2(num_chunks), COUNT=triton.next_power_of_2(count), num_warps=4, **noisy,
     )  # fmt: skip
     _level_kernel[(B,)](
         node_scores, node_tokens, node_tokens if token_ids is None else token_ids, tokens, parents, scores,
         count, n, width, level.start, scores.stride(0), BLOCK=triton.next_power_of_2(n * count),
-        WIDTH=triton.next_power_of_2(width), NAMED=token_ids is not None, num_warps=_FEW, **overlap(device),
+        WIDTH=triton.next_power_of_2(width), NAMED=token_ids is not None, num_warps=1, **overlap(device),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -191,7 +192,7 @@ class DraftHead(nn.Module):
         elif vocab_ids is not None:
             self.rows = PackedLinear(rows) if PackedLinear.supports(rows) else rows
 
-    @property
+    @cached_property
     def token_ids(self) -> Tensor:
         """The token of each score, int64 [V']."""
         if self.vocab_ids is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspec.attention import Attention, AttentionPlan
+from longspec.attention import AttentionPlan
 from longspec.cache import KVCache
 from longspec.kernels.embed import embed
 from longspec.kernels.linear import covers, few_rows
@@ -31,7 +31,7 @@ def run_blocks(
 
     Positions and entries, int64 [B, T], say where each stands in the text and in the cache.
     """
-    x, table = embed(tokens, target.embedding), target.rope.table
+    (x, _), table = embed(tokens, target.embedding), target.rope.table
     delta: Tensor | None = None  # what the residual stream still lacks: it is added by the next norm
     for block in target.blocks:
         assert isinstance(block, Block)
@@ -49,9 +49,7 @@ class DraftPass:
     """What all levels of a draft's tree share."""
 
     draft: GlideDraft
-    table: Tensor
-    """Of rope."""
-    attention: Attention
+    target: Transformer
     cross: list[tuple[Tensor, Tensor]]
     """The target's KV of the cross layers, see `cross_caches`."""
     plan: AttentionPlan
@@ -63,29 +61,29 @@ Place = tuple[Tensor, Tensor, Tensor]
 """The draft's own keys and values [B, K, S, D], and the entries [B, T] where those of new tokens go."""
 
 
-def write_draft(draft: GlideDraft, x: Tensor, table: Tensor, positions: Tensor, place: Place) -> Tensor:
-    """Put the draft's own keys and values of embedded tokens x [B, T, E] in place; returns the queries."""
-    keys, values, entries = place
-    qkv, _ = _normed_linear(draft.qkv, draft.self_norm, x, None)
-    return rope_write(qkv, table, positions, entries, keys, values)
+def write_draft(
+    draft: GlideDraft, tokens: Tensor, target: Transformer, positions: Tensor, place: Place
+) -> None:
+    """Put the draft's own keys and values of tokens [B, T] in place."""
+    x, _ = embed(tokens, target.embedding)
+    _write_draft(draft, x, target.rope.table, positions, place)
 
 
-def run_draft(run: DraftPass, x: Tensor, positions: Tensor, place: Place, sees: Tensor) -> Tensor:
-    """What `GlideDraft.forward` returns for embedded tokens x [B, T, E], while decoding.
+def run_draft(run: DraftPass, tokens: Tensor, positions: Tensor, place: Place, sees: Tensor) -> Tensor:
+    """What `GlideDraft.forward` returns for tokens [B, T], while decoding.
 
     Of the entries at `place` the queries see what `sees` [B, T, S] allows.
     """
-    draft = run.draft
+    draft, table, attention = run.draft, run.target.rope.table, run.target.attention
     keys, values, entries = place
-    q = write_draft(draft, x, run.table, positions, place)
-    delta = _linear(draft.self_output, run.attention.masked(q, keys, values, sees)[0].flatten(2))
-    if run.feature is not None:
-        delta = delta + run.feature
+    x, stream = embed(tokens, run.target.embedding, run.feature)
+    q = _write_draft(draft, x, table, positions, place)
+    x, delta = stream, _linear(draft.self_output, attention.masked(q, keys, values, sees)[0].flatten(2))
     queries, x = _normed_linear(draft.cross_q, draft.cross_norm, x, delta)
     # Queries alone: no head of the cache takes part.
-    queries = rope_write(queries, run.table, positions, entries, keys[:, :0], values[:, :0])
+    queries = rope_write(queries, table, positions, entries, keys[:, :0], values[:, :0])
     outs = [
-        run.attention.prefix(part, *caches, run.plan)[0]
+        attention.prefix(part, *caches, run.plan)[0]
         for part, caches in zip(queries.chunk(len(run.cross), 2), run.cross, strict=True)
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
@@ -102,6 +100,13 @@ def cross_caches(cache: KVCache, layers: tuple[int, ...]) -> list[tuple[Tensor, 
         every = slice(layers[0], layers[-1] + 1, step)
         return [(cache.keys[every], cache.values[every])]
     return [cache.layer(layer) for layer in layers]
+
+
+def _write_draft(draft: GlideDraft, x: Tensor, table: Tensor, positions: Tensor, place: Place) -> Tensor:
+    """As `write_draft`, for embedded tokens; returns the queries."""
+    keys, values, entries = place
+    qkv, _ = _normed_linear(draft.qkv, draft.self_norm, x, None)
+    return rope_write(qkv, table, positions, entries, keys, values)
 
 
 def _norm(norm: RMSNorm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from longspec.cache import DraftCache
 from longspec.decoding.loop import DecodeState
 from longspec.decoding.methods.glide import best_of_level
 from longspec.decoding.tree import TokenTree
-from longspec.kernels.embed import embed
 from longspec.kernels.noise import gumbel_noise
 from longspec.kernels.topk import best_children
 from longspec.kernels.tree import Levels, claim_newest, level_places, prune
@@ -29,28 +28,27 @@ def propose_tree(
     max_nodes: int,
 ) -> TokenTree:
     """What `Glide.propose` proposes where children are chosen by score."""
-    lengths, table = state.cache.lengths, state.target.rope.table
-    vocab = state.target.config.vocab_size if head.vocab_ids is None else len(head.vocab_ids)
+    lengths, target = state.cache.lengths, state.target
+    vocab = target.config.vocab_size if head.vocab_ids is None else len(head.vocab_ids)
     levels = level_ranges(shape, vocab)
     size = (len(state.rows), levels[-1].stop)
     tokens, parents = torch.empty(2, *size, dtype=torch.int64, device=lengths.device).unbind(0)
     tree = (tokens, parents, torch.empty(size, device=lengths.device))
-    emitted = state.emitted
-    positions, entries = claim_newest(emitted, state.num_emitted, lengths, ring.positions, ring.window, tree)
-    embedded = embed(emitted, state.target.embedding)
-    write_draft(draft, embedded, table, positions, (ring.keys, ring.values, entries))
+    positions, entries = claim_newest(
+        state.emitted, state.num_emitted, lengths, ring.positions, ring.window, tree
+    )
+    write_draft(draft, state.emitted, target, positions, (ring.keys, ring.values, entries))
     run = DraftPass(
         draft,
-        table,
-        state.target.attention,
+        target,
         cross_caches(state.cache, draft.config.layers_of(draft.target_config)),
-        state.target.attention.plan(lengths, 1),
+        target.attention.plan(lengths, 1),
         draft.project_feature(state.feature[:, None]),
     )
     for depth, level in enumerate(levels[:-1]):
         sees, positions, entries = level_places(ring.positions, lengths, parents, level, depth, ring.window)
-        x = embed(tokens[:, level.start : level.stop], state.target.embedding)
-        hidden = run_draft(run, x, positions, (ring.keys, ring.values, entries), sees)
+        place = (ring.keys, ring.values, entries)
+        hidden = run_draft(run, tokens[:, level.start : level.stop], positions, place, sees)
         _grow(state, head, hidden, tree, level, len(levels[depth + 1]), depth)
     if max_nodes >= size[1]:
         return TokenTree(tokens, parents)
@@ -74,7 +72,7 @@ def _grow(
     noise, temperature = None, 1.0
     if not state.sampling.greedy:
         # The noise that the target's choice will have: what it makes likely there, it makes likely here.
-        noise = gumbel_noise(state.seeds, state.cache.lengths + depth + 1, head.token_ids)
+        noise = gumbel_noise(state.seeds, state.cache.lengths, head.token_ids, depth + 1)
         temperature = state.sampling.temperature
     if width <= _WIDEST:
         best_children(logits, tree, level, width, temperature, noise, head.vocab_ids)

@@ -159,8 +159,12 @@ def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> A
 def _complete(config: Any) -> Any:
     """Refuse settings in which something that must be given is not."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    missing = sorted(OmegaConf.missing_keys(config))
+    try:
+        missing = sorted(OmegaConf.missing_keys(config))
+    except OmegaConfBaseException as error:  # an environment variable, for one, that is not set
+        raise UserError(f"settings: {_reason(error)}") from error
     if missing:
         raise UserError(f"settings: {missing[0]} must be given, as {missing[0]}=...")
     return config

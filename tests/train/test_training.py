@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -118,6 +119,18 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(home: Path, unbroken: P
         assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-5)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "eval_tau" in line] == [0, 4, 8]
+
+
+def test_muon_learns_more_from_as_much_and_goes_on_alike(home: Path, unbroken: Path) -> None:
+    wanted = settings(home, "muon", "stage.optimizer=muon")
+    run(wanted)
+    folder, expected = home / "muon", losses(home / "muon")
+    assert expected[8] < losses(unbroken)[8] - 0.01
+    shutil.rmtree(folder / "checkpoints" / "step-00000008")
+    run([*wanted, "resume=latest"])
+    assert losses(folder) == expected
+    run(settings(home, "muon-2", "stage.optimizer=muon", accumulation=2), 2)
+    assert list(losses(home / "muon-2").values()) == pytest.approx(list(expected.values()), rel=1e-3)
 
 
 def test_it_learns_and_what_it_measures_is_what_decoding_does(

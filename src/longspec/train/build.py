@@ -85,6 +85,8 @@ def _check(settings: TrainSettings, mixture: Mixture) -> None:
             raise UserError(f"{name} is {value}; it must be at least 1")
     if not 0 <= stage.soft <= 1:
         raise UserError(f"stage.soft is {stage.soft}; it is a share, from 0 to 1")
+    if stage.optimizer not in ("adamw", "muon"):
+        raise UserError(f"stage.optimizer is {stage.optimizer!r}; there are adamw and muon")
     if stage.lr <= 0:
         raise UserError(f"stage.lr is {stage.lr}; it must be above 0")
     if data.num_held_out < 0 or data.num_held_out >= len(mixture):

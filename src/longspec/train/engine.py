@@ -23,6 +23,8 @@ from longspec.models.target import Transformer
 from longspec.train.parallel import check_tp, split_target
 
 _TAG = "engine"
+# Muon's updates are orthogonal matrices: so many times Adam's rate moves them about as far.
+_MUON_LR, _MOMENTUM = 30.0, 0.95
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Optimisation:
     weight_decay: float
     betas: tuple[float, float]
     clip: float
+    muon: bool = False
+    """Whether matrices are moved by Muon, and Adam is left the rest."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,9 @@ class Engine:
         zero = settings.get("zero_optimization", {}).get("stage", 0)
         check_tp(target.config, processes.tp_size, processes.world_size, zero)
         deepspeed = _deepspeed()
+        if optimisation.muon and device.type == "cpu":
+            # DeepSpeed has Muon compiled, for which a CPU needs a C++ compiler that may not be there.
+            torch.compiler.set_stance("force_eager")
         # Its optimizers print what they do to standard output, which belongs to the program's results.
         with contextlib.redirect_stdout(io.StringIO()):
             self.draft, self._optimizer, _, _ = deepspeed.initialize(
@@ -140,7 +147,7 @@ class Engine:
     def step(self, lr: float) -> None:
         """Count a micro-batch; after the last one of a step the weights move."""
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * _MUON_LR if group.get("use_muon") else lr
         self.draft.step()
 
     def sum(self, values: Tensor) -> Tensor:
@@ -189,11 +196,15 @@ def _config(
     }
     # Off the GPU, DeepSpeed's own Adam would be compiled first; offloaded, it is worth it.
     adam |= {"torch_adam": True} if not (offload and device.type == "cuda") else {}
+    optimizer = {"type": "AdamW", "params": adam}
+    if optimisation.muon:
+        optimizer = {"type": "Muon", "params": adam | {"momentum": _MOMENTUM, "ns_method": "standard"}}
     ours = {
         "train_micro_batch_size_per_gpu": optimisation.micro_batch,
         "gradient_accumulation_steps": optimisation.accumulation,
-        "gradient_clipping": optimisation.clip,
-        "optimizer": {"type": "AdamW", "params": adam},
+        # What Muon makes of the gradients has a size of its own, and would be clipped to nothing.
+        "gradient_clipping": 0.0 if optimisation.muon else optimisation.clip,
+        "optimizer": optimizer,
         "bf16": {"enabled": next(draft.parameters()).dtype == torch.bfloat16},
         "wall_clock_breakdown": False,
     }

@@ -58,6 +58,8 @@ class StageSettings:
     """Share of the steps in which the learning rate rises."""
     final_lr: float = 0.1
     """Where its cosine ends, as a share of `lr`."""
+    optimizer: str = "adamw"
+    """adamw, or muon, by which matrices learn from fewer tokens; `lr` is Adam's in both cases."""
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95

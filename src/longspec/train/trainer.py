@@ -112,7 +112,12 @@ class Trainer:
             )
         stage = self.stage
         optimisation = Optimisation(
-            stage.micro_batch, stage.accumulation, stage.weight_decay, (stage.beta1, stage.beta2), stage.clip
+            stage.micro_batch,
+            stage.accumulation,
+            stage.weight_decay,
+            (stage.beta1, stage.beta2),
+            stage.clip,
+            stage.optimizer == "muon",
         )
         self.engine = Engine(target, draft, settings.deepspeed.config, optimisation, processes, device)
         chunk = compile_layers(target, draft) if settings.compile else one_chunk

@@ -13,12 +13,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from longspec.kernels import launch
-from longspec.kernels.attention import attend, masked
+from longspec.kernels.attention import attend
 from longspec.kernels.choose import choose_tokens
 from longspec.kernels.commit import commit_path
 from longspec.kernels.draw import draw_tokens
 from longspec.kernels.embed import embed
 from longspec.kernels.linear import few_rows
+from longspec.kernels.masked import masked
 from longspec.kernels.noise import gumbel_noise
 from longspec.kernels.norm import add_rms_norm, rms_norm
 from longspec.kernels.rope import rope_write

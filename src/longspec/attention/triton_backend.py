@@ -8,7 +8,8 @@ from torch import Tensor
 
 from longspec.attention.base import AttentionPlan, copies_whole
 from longspec.attention.torch_backend import TorchAttention
-from longspec.kernels.attention import attend, masked
+from longspec.kernels.attention import attend
+from longspec.kernels.masked import masked
 
 # As many as the largest tree has nodes. More are prefill, for which torch's FlashAttention is made.
 MAX_QUERIES = 512

@@ -17,7 +17,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from longspec.kernels.launch import await_turn, fetch, overlap
 from longspec.kernels.tiling import (
     Tiling,
-    choose_share,
     choose_slice,
     choose_splits,
     choose_tiling,
@@ -25,14 +24,14 @@ from longspec.kernels.tiling import (
 )
 
 # Rows of a program that merges: the least that `tl.dot` takes.
-_MERGE_ROWS = 16
+MERGE_ROWS = 16
 _UNBOUNDED = 2**31 - 1
 
 
 @triton.jit
-def _absorb(
+def absorb(
     q, k, v, visible, high, total, acc, scale, PRECISION: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
+) -> tl.tuple:  # fmt: skip
     """One more tile of keys: `high` is the largest score so far, times `scale`, a power of two's exponent."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
@@ -60,7 +59,7 @@ def _parts(length, window, num_splits, UNIT: tl.constexpr, OWN: tl.constexpr):
 
 
 @triton.jit
-def _query_offsets(row, head, stride_t, stride_h, group):
+def query_offsets(row, head, stride_t, stride_h, group) -> tl.tensor:
     """Where the folded rows of a KV head stand: row r is query r // group of the group's head r % group."""
     return (row // group) * stride_t + (head * group + row % group) * stride_h
 
@@ -76,7 +75,7 @@ def _absorb_edge(
     value = v.load([layer, b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
     # What lies behind may be nan, which a weight of 0 would let through.
     value = tl.where(valid[:, None], value, 0.0)
-    return _absorb(query, key, value, valid[None, :], high, total, acc, scale, PRECISION, True)
+    return absorb(query, key, value, valid[None, :], high, total, acc, scale, PRECISION, True)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits", "sinks", "window", "heads", "layer_heads", "group"])
@@ -108,7 +107,7 @@ def _prefix_kernel(
     await_turn(OVERLAP)
     row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     inside = (row < num_rows)[:, None] & (d < D)[None, :]
-    rows_at = q + b.to(tl.int64) * q_b + _query_offsets(row, head, q_t, q_h, group)
+    rows_at = q + b.to(tl.int64) * q_b + query_offsets(row, head, q_t, q_h, group)
     query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
     if (start >= behind) and not WHOLE:
         return
@@ -142,14 +141,14 @@ def _prefix_kernel(
     for first in tl.range(start, edge, BLOCK_S):
         key = k.load([layer, b, theirs, first, 0]).reshape([BLOCK_S, BLOCK_D])
         value = v.load([layer, b, theirs, first, 0]).reshape([BLOCK_S, BLOCK_D])
-        high, total, acc = _absorb(query, key, value, row, high, total, acc, scale, PRECISION, False)
+        high, total, acc = absorb(query, key, value, row, high, total, acc, scale, PRECISION, False)
     if edge < end:
         high, total, acc = _absorb_edge(
             query, k, v, layer, b, theirs, edge, end, high, total, acc, scale, BLOCK_D, BLOCK_S, PRECISION
         )
 
     if WHOLE:
-        _write(out, lse, b.to(tl.int64), head, row, d, high, total, acc, num_rows, heads, group, D)
+        write_rows(out, lse, b.to(tl.int64), head, row, d, high, total, acc, num_rows, heads, group, D)
     else:
         place = (problem.to(tl.int64) * num_splits + split) * num_rows + row
         tl.store(part_out + place[:, None] * D + d[None, :], acc / total[:, None], mask=inside)
@@ -157,9 +156,9 @@ def _prefix_kernel(
 
 
 @triton.jit
-def _load_parts(
+def load_parts(
     part_out, part_lse, first, num_parts, at, row, num_rows, d, D: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
+) -> tl.tuple:  # fmt: skip
     """Results of PARTS parts from `first` on; those beyond the last weigh nothing."""
     part = first + tl.arange(0, PARTS)
     place = (at + part)[:, None] * num_rows + row[None, :]
@@ -170,7 +169,8 @@ def _load_parts(
 
 
 @triton.jit
-def _absorb_parts(lses, outs, high, total, acc):
+def absorb_parts(lses, outs, high, total, acc) -> tl.tuple:
+    """Some more parts: their lses, and their results by those."""
     higher = tl.maximum(high, tl.max(lses, 0))
     base = tl.where(higher == -float("inf"), 0.0, higher)
     weights = tl.exp2(lses - base[None, :])
@@ -196,7 +196,7 @@ def _merge_kernel(
     b, head = problem // heads, problem % heads
     row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     ours = tl.program_id(2) * SLICE + tl.arange(0, SLICE)
-    rows_at = q + b * q_b + _query_offsets(row, head, q_t, q_h, group)
+    rows_at = q + b * q_b + query_offsets(row, head, q_t, q_h, group)
     query = tl.load(
         rows_at[:, None] + d[None, :], mask=(row < num_rows)[:, None] & (d < D)[None, :], other=0.0
     )
@@ -206,7 +206,7 @@ def _merge_kernel(
     if not EARLY:
         await_turn(OVERLAP)
         # Asked for before the nodes are attended to, so that they are there afterwards.
-        lses, outs = _load_parts(part_out, part_lse, 0, num_parts, at, row, num_rows, ours, D, PARTS)
+        lses, outs = load_parts(part_out, part_lse, 0, num_parts, at, row, num_rows, ours, D, PARTS)
     high = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, SLICE], tl.float32)
@@ -225,90 +225,30 @@ def _merge_kernel(
                 visible = tl.load(sees_at, mask=pairs, other=0) != 0
             else:
                 visible = pairs & (node[None, :] <= (row // group)[:, None])
-            high, total, acc = _absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
+            high, total, acc = absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
     if EARLY:
         await_turn(OVERLAP)
-        lses, outs = _load_parts(part_out, part_lse, 0, num_parts, at, row, num_rows, ours, D, PARTS)
-    high, total, acc = _absorb_parts(lses, outs, high, total, acc)
+        lses, outs = load_parts(part_out, part_lse, 0, num_parts, at, row, num_rows, ours, D, PARTS)
+    high, total, acc = absorb_parts(lses, outs, high, total, acc)
     for first in tl.range(PARTS, num_parts, PARTS):
-        lses, outs = _load_parts(part_out, part_lse, first, num_parts, at, row, num_rows, ours, D, PARTS)
-        high, total, acc = _absorb_parts(lses, outs, high, total, acc)
-    _write(out, lse, b, head, row, ours, high, total, acc, num_rows, heads, group, D)
+        lses, outs = load_parts(part_out, part_lse, first, num_parts, at, row, num_rows, ours, D, PARTS)
+        high, total, acc = absorb_parts(lses, outs, high, total, acc)
+    write_rows(out, lse, b, head, row, ours, high, total, acc, num_rows, heads, group, D)
 
 
 @triton.jit
-def _write(
+def write_rows(
     out, lse, b, head, row, d, high, total, acc, num_rows, heads, group, D: tl.constexpr
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Put a tile of results, [B, T, H, D] and [B, T, H]; a row that saw nothing gets 0 and -inf."""
     # Folded rows are the queries' heads of one KV head: T is num_rows / group.
     first = b * (num_rows // group) * heads * group
-    place = first + _query_offsets(row, head, heads * group, 1, group)
+    place = first + query_offsets(row, head, heads * group, 1, group)
     result = acc / tl.where(total == 0, 1.0, total)[:, None]
     inside = (row < num_rows)[:, None] & (d < D)[None, :]
     tl.store(out + place[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=inside)
     ln_two = 0.6931471805599453
     tl.store(lse + place, (high + tl.log2(total)) * ln_two, mask=row < num_rows)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_keys", "share", "heads", "group"])
-def _masked_kernel(
-    q, k, v, sees, part_out, part_lse, out, lse,
-    q_b, q_t, q_h, k_b, k_h, k_s, v_b, v_h, v_s, sees_b, sees_t,
-    num_rows, num_keys, share, heads, group, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    WHOLE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """One part of `share` keys; with WHOLE it is the only one."""
-    await_turn(OVERLAP)
-    tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    b, head = problem // heads, problem % heads
-    row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    inside = (row < num_rows)[:, None] & (d < D)[None, :]
-    rows_at = q + b * q_b + _query_offsets(row, head, q_t, q_h, group)
-    query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
-    k += b * k_b + head * k_h
-    v += b * v_b + head * v_h
-    sees += b * sees_b
-    high = tl.full([BLOCK_R], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    split = tl.program_id(2)
-    for first in tl.range(split * share, tl.minimum((split + 1) * share, num_keys), BLOCK_S):
-        entry = first + tl.arange(0, BLOCK_S)
-        pairs = (row < num_rows)[:, None] & (entry < num_keys)[None, :]
-        sees_at = sees + (row // group * sees_t)[:, None] + entry[None, :]
-        visible = tl.load(sees_at, mask=pairs, other=0) != 0
-        mask = (entry < num_keys)[:, None] & (d < D)[None, :]
-        key = tl.load(k + (entry * k_s)[:, None] + d[None, :], mask=mask, other=0.0)
-        value = tl.load(v + (entry * v_s)[:, None] + d[None, :], mask=mask, other=0.0)
-        high, total, acc = _absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
-    if WHOLE:
-        _write(out, lse, b, head, row, d, high, total, acc, num_rows, heads, group, D)
-    else:
-        place = (problem * tl.num_programs(2) + split) * num_rows + row
-        result = acc / tl.where(total == 0, 1.0, total)[:, None]
-        tl.store(part_out + place[:, None] * D + d[None, :], result, mask=inside)
-        tl.store(part_lse + place, high + tl.log2(total), mask=row < num_rows)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_parts", "heads", "group"])
-def _join_kernel(
-    part_out, part_lse, out, lse, num_rows, num_parts, heads, group,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Merge parts by their lse."""
-    await_turn(OVERLAP)
-    tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    high = tl.full([BLOCK_R], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    for first in tl.range(0, num_parts, PARTS):
-        at = problem * num_parts
-        lses, outs = _load_parts(part_out, part_lse, first, num_parts, at, row, num_rows, d, D, PARTS)
-        high, total, acc = _absorb_parts(lses, outs, high, total, acc)
-    _write(out, lse, problem // heads, problem % heads, row, d, high, total, acc, num_rows, heads, group, D)
 
 
 def attend(
@@ -348,14 +288,14 @@ def attend(
     num_parts = 0 if whole else B * K * num_splits * num_rows
     part_out = torch.empty(num_parts, D, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(num_parts, dtype=torch.float32, device=q.device)
-    out, lse = _results(q)
-    shape = {"D": D, "BLOCK_D": _padded(D), "PRECISION": _precision(q.dtype)}
+    out, lse = results_like(q)
+    shape = {"D": D, "BLOCK_D": padded(D), "PRECISION": precision(q.dtype)}
     box = [1, 1, 1, tiling.num_keys, shape["BLOCK_D"]]
     _prefix_kernel[(num_tiles, num_splits, B * K)](
         q, TensorDescriptor.from_tensor(k, box), TensorDescriptor.from_tensor(v, box), k, v, lengths,
         part_out, part_lse, out, lse, *q.stride()[:3], *k.stride()[:4], *v.stride()[:4],
-        num_rows, num_splits, sinks, last, K, k.shape[2], H // K, _scale(D), **shape,
-        BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, LINE=min(_padded(D), 128 // q.itemsize),
+        num_rows, num_splits, sinks, last, K, k.shape[2], H // K, score_scale(D), **shape,
+        BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, LINE=min(padded(D), 128 // q.itemsize),
         SINKS=sinks > 0 and window is not None, OWN=own, WHOLE=whole,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlap(q.device),
     )  # fmt: skip
@@ -365,62 +305,38 @@ def attend(
     if tree is not None:
         mask = tree.contiguous().view(torch.uint8)
         mask_strides = (T * T if tree.ndim == 3 else 0, T)
-    num_tiles = triton.cdiv(num_rows, _MERGE_ROWS)
+    num_tiles = triton.cdiv(num_rows, MERGE_ROWS)
     piece, parts = choose_slice(num_tiles * B * K, D, q.device)
     grid = (num_tiles, B * K, triton.cdiv(D, piece))
     _merge_kernel[grid](
         q, k, v, mask, lengths, part_out, part_lse, out, lse,
         *q.stride()[:3], *k.stride()[1:4], *v.stride()[1:4], *mask_strides,
-        num_rows, T, num_splits, last, K, H // K, _scale(D), **shape,
-        BLOCK_R=_MERGE_ROWS, BLOCK_N=_node_block(T, D, q.dtype), SLICE=piece, PARTS=parts,
+        num_rows, T, num_splits, last, K, H // K, score_scale(D), **shape,
+        BLOCK_R=MERGE_ROWS, BLOCK_N=_node_block(T, D, q.dtype), SLICE=piece, PARTS=parts,
         UNIT=tiling.num_keys, NODES=nodes and not own, TREE=tree is not None, OWN=own,
         EARLY=fits_beside(grid, q.device), num_warps=4, num_stages=1, **overlap(q.device),
     )  # fmt: skip
     return out, lse
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries q [B, T, H, D] over the keys of k, v [B, K, S, D] that `sees`, bool [B, T, S], allows each."""
-    B, T, H, D = q.shape
-    K, num_keys = k.shape[1], k.shape[2]
-    num_rows = T * H // K
-    out, lse = _results(q)
-    sees = sees.contiguous().view(torch.uint8)
-    block = 16 if q.dtype == torch.float32 else 128 if D <= 128 else 64
-    grid = (triton.cdiv(num_rows, _MERGE_ROWS), B * K)
-    share, num_splits = choose_share(grid[0] * grid[1], num_keys, block, q.device)
-    whole = num_splits == 1
-    num_parts = 0 if whole else B * K * num_splits * num_rows
-    part_out = torch.empty(num_parts, D, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(num_parts, dtype=torch.float32, device=q.device)
-    shape = {"D": D, "BLOCK_D": _padded(D), "BLOCK_R": _MERGE_ROWS, "num_warps": 4, **overlap(q.device)}
-    _masked_kernel[(*grid, num_splits)](
-        q, k, v, sees, part_out, part_lse, out, lse,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T * num_keys, num_keys,
-        num_rows, num_keys, share, K, H // K, _scale(D),
-        BLOCK_S=block, WHOLE=whole, PRECISION=_precision(q.dtype), num_stages=2, **shape,
-    )  # fmt: skip
-    if not whole:
-        _join_kernel[grid](part_out, part_lse, out, lse, num_rows, num_splits, K, H // K, PARTS=8, **shape)
-    return out, lse
-
-
-def _results(q: Tensor) -> tuple[Tensor, Tensor]:
+def results_like(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Where `out` and `lse` of these queries go."""
     assert q.stride(3) == 1, "a head's numbers must lie side by side"
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _padded(head_dim: int) -> int:
+def padded(head_dim: int) -> int:
     """The width of tiles: a power of two, and 16 at least, as `tl.dot` wants it."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def _scale(head_dim: int) -> float:
+def score_scale(head_dim: int) -> float:
     """What turns a score into a power of two's exponent."""
     return 1.4426950408889634 / head_dim**0.5
 
 
-def _precision(dtype: torch.dtype) -> str:
+def precision(dtype: torch.dtype) -> str:
+    """What `tl.dot` is asked for."""
     # On fp32 the default would be TF32, which keeps ten bits.
     return "ieee" if dtype == torch.float32 else "tf32"
 

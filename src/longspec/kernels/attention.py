@@ -21,6 +21,7 @@ from longspec.kernels.tiling import (
     choose_splits,
     choose_tiling,
     fits_beside,
+    precision,
 )
 
 # Rows of a program that merges: the least that `tl.dot` takes.
@@ -333,12 +334,6 @@ def padded(head_dim: int) -> int:
 def score_scale(head_dim: int) -> float:
     """What turns a score into a power of two's exponent."""
     return 1.4426950408889634 / head_dim**0.5
-
-
-def precision(dtype: torch.dtype) -> str:
-    """What `tl.dot` is asked for."""
-    # On fp32 the default would be TF32, which keeps ten bits.
-    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def _node_block(num_nodes: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longspec.kernels.launch import await_turn, fetch, overlap
 from longspec.kernels.norm import add_rms_norm, rms_norm
-from longspec.kernels.tiling import gpu_size
+from longspec.kernels.tiling import gpu_size, precision
 
 # Of more rows, a library's products are faster, and the launches do not matter.
 MOST_ROWS = 64
@@ -146,7 +146,7 @@ def few_rows(
     _rows_kernel[(triton.cdiv(num_out, cols), triton.cdiv(num_rows, rows))](
         x, weight, x if bias is None else bias, out, num_rows, num_in, num_out,
         ROWS=rows, COLS=cols, DEPTH=depth, LINE=_LINE // x.itemsize, LINES=_LINES,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, num_stages=stages, **options,
+        PRECISION=precision(x.dtype), num_warps=4, num_stages=stages, **options,
     )  # fmt: skip
     return out, total
 

@@ -13,14 +13,13 @@ from longspec.kernels.attention import (
     absorb_parts,
     load_parts,
     padded,
-    precision,
     query_offsets,
     results_like,
     score_scale,
     write_rows,
 )
 from longspec.kernels.launch import await_turn, overlap
-from longspec.kernels.tiling import choose_share
+from longspec.kernels.tiling import choose_share, precision
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_keys", "share", "heads", "group"])

@@ -100,6 +100,12 @@ def fits_beside(grid: tuple[int, int, int], device: torch.device) -> bool:
     return grid[0] * grid[1] * grid[2] <= sms
 
 
+def precision(dtype: torch.dtype) -> str:
+    """What `tl.dot` is asked for."""
+    # On fp32 the default would be TF32, which keeps ten bits.
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
 @cache
 def gpu_size(device: torch.device) -> tuple[int, int]:
     """How many multiprocessors it has, and how many bytes of shared memory a program may take."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,10 @@ def test_loss_and_gradients_of_a_batch_equal_the_plain_reference(name: str, soft
     expected.backward()
     gradients = {name: weight.grad for name, weight in draft.named_parameters()}
     draft.zero_grad()
-    outcome = Objective(target, draft, soft)(layout)
+    # What the target read for another lag is as good.
+    others = lay_out(batch, [1, 3, 2], offsets, 4, head_rows(draft.vocab_ids, size), torch.device("cpu"))
+    objective = Objective(target, draft, soft)
+    outcome = objective(layout, objective.read(others))
     outcome.loss.backward()
     assert len(layout.queries) == count > 10
     torch.testing.assert_close(outcome.loss, expected, rtol=1e-5, atol=1e-5)
@@ -140,11 +144,15 @@ def test_chunks_change_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch
 
 def test_lags_and_offsets_are_drawn_by_sample_and_cover_their_range() -> None:
     draws = Draws(max_lag=5, window=16, max_offset=100)
-    drawn = [draws.lag_and_offset(7, sample) for sample in range(2000)]
-    assert drawn == [draws.lag_and_offset(7, sample) for sample in range(2000)]
-    assert {lag for lag, _ in drawn} == {1, 2, 3, 4, 5}
+    drawn = [draws.lags_and_offset(7, sample) for sample in range(2000)]
+    assert drawn == [draws.lags_and_offset(7, sample) for sample in range(2000)]
+    assert {lags for lags, _ in drawn} == {(1,), (2,), (3,), (4,), (5,)}
     offsets = [offset for _, offset in drawn]
     assert min(offset for offset in offsets if offset) >= 16
     assert 95 <= max(offsets) <= 100
     assert 0.1 < np.mean(np.equal(offsets, 0)) < 0.2
-    assert {offset for _, offset in (Draws(5, 16).lag_and_offset(7, n) for n in range(50))} == {0}
+    assert {offset for _, offset in (Draws(5, 16).lags_and_offset(7, n) for n in range(50))} == {0}
+    several = replace(draws, num_lags=2)
+    twice = [several.lags_and_offset(7, sample) for sample in range(2000)]
+    assert [(lags[:1], offset) for lags, offset in twice] == drawn
+    assert {lags for lags, _ in twice} == {(1, 3), (2, 4), (3, 5), (4, 1), (5, 2)}

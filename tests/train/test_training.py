@@ -121,6 +121,16 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(home: Path, unbroken: P
     assert [line["step"] for line in lines if "eval_tau" in line] == [0, 4, 8]
 
 
+def test_several_lags_of_each_sequence(home: Path, unbroken: Path) -> None:
+    run(settings(home, "lags", "stage.lags=3"))
+    run(settings(home, "lags-2", "stage.lags=3", accumulation=2), 2)
+    alone, together, single = (losses(home / name) for name in ("lags", "lags-2", "unbroken"))
+    assert list(together.values()) == pytest.approx(list(alone.values()), rel=1e-5)
+    # The mean over three lags is not the loss of one, and about as large.
+    assert alone != single
+    assert list(alone.values()) == pytest.approx(list(single.values()), rel=0.1)
+
+
 def test_muon_learns_more_from_as_much_and_goes_on_alike(home: Path, unbroken: Path) -> None:
     wanted = settings(home, "muon", "stage.optimizer=muon")
     run(wanted)

@@ -113,9 +113,10 @@ def _layout(
     roles = np.full(length, Role.TEXT, np.uint8)
     batch = [Packed(chance.integers(0, config.vocab_size, length), roles, whole) for _ in range(rows)]
     draws = Draws(draft.max_lag, draft.window, max_offset=config.max_length - length)
-    lags, offsets = zip(*(draws.lag_and_offset(seed, row) for row in range(rows)), strict=True)
+    drawn = [draws.lags_and_offset(seed, row) for row in range(rows)]
     ids = torch.arange(draft.draft_vocab) if draft.draft_vocab else None
     rows_of = head_rows(ids, config.vocab_size)
+    lags, offsets = [lags[0] for lags, _ in drawn], [offset for _, offset in drawn]
     return lay_out(collate(batch, "base", False), lags, offsets, 4, rows_of, device)
 
 

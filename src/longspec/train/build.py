@@ -74,6 +74,7 @@ def _check(settings: TrainSettings, mixture: Mixture) -> None:
     least = {
         "stage.micro_batch": stage.micro_batch,
         "stage.accumulation": stage.accumulation,
+        "stage.lags": stage.lags,
         "saving.save_steps": settings.saving.save_steps,
         "saving.keep": settings.saving.keep,
         "saving.log_steps": settings.saving.log_steps,
@@ -108,4 +109,6 @@ def _draws(stage: StageSettings, draft: DraftConfig, max_length: int) -> Draws:
             f"{stage.seq_length} tokens at most {room}"
         )
     offset = room if stage.max_offset < 0 else stage.max_offset
-    return Draws(draft.max_lag, draft.window, stage.num_sinks, offset)
+    if stage.lags > draft.max_lag:
+        raise UserError(f"stage.lags is {stage.lags} and the draft has {draft.max_lag} (draft.max_lag)")
+    return Draws(draft.max_lag, draft.window, stage.num_sinks, offset, stage.lags)

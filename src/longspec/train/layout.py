@@ -1,7 +1,7 @@
 """Where the tokens of a training batch stand and what each of them may see.
 
 Drafting lags behind the target: a query at depth d sees nothing of the target's last d tokens. Each sample
-draws one lag. Short samples teach long contexts: each draws an offset that moves all but a document's
+draws a lag, or a few. Short samples teach long contexts: each draws an offset that moves all but a document's
 first tokens far away. Both draws are pure functions of the seed and the sample's number, so that any
 number of processes draws the same.
 """
@@ -31,13 +31,17 @@ class Draws:
     """Tokens at the head of a document that keep positions 0, 1, ... when the rest is moved."""
     max_offset: int = 0
     """The largest offset; 0 leaves every position as it is."""
+    num_lags: int = 1
+    """Of each sample, spread evenly over the range."""
 
-    def lag_and_offset(self, seed: int, sample: int) -> tuple[int, int]:
+    def lags_and_offset(self, seed: int, sample: int) -> tuple[tuple[int, ...], int]:
         """Those of one sample, by its number in the run."""
         chance = np.random.default_rng((seed, sample))
-        lag = int(chance.integers(1, self.max_lag + 1))
+        first = int(chance.integers(0, self.max_lag))
+        steps = (number * self.max_lag // self.num_lags for number in range(self.num_lags))
         offset = int(chance.integers(0, self.max_offset + 1))
-        return lag, offset if offset >= self.window else 0
+        lags = tuple((first + step) % self.max_lag + 1 for step in steps)
+        return lags, offset if offset >= self.window else 0
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from longspec.train.losses import Chunk, head_loss, one_chunk, score
 
 Gather = Callable[[list[Tensor]], AbstractContextManager[None]]
 """Makes weights whole that are spread over processes, for as long as the context lasts."""
+Read = tuple[Tensor, list[tuple[Tensor, Tensor]]]
+"""The target's hidden states [B, T, E] and the keys and values [B, T, K, D] of the cross layers."""
 # Queries of a batch whose best tokens are compared with the target's, for the progress line.
 _PROBES = 256
 
@@ -90,7 +92,7 @@ class Objective:
     whole: Callable[[Tensor], Tensor] = lambda heads: heads
     chunk: Chunk = one_chunk
 
-    def read(self, layout: Layout) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def read(self, layout: Layout) -> Read:
         """The target's hidden states [B, T, E] and the keys and values of the cross layers."""
         layers = self.draft.config.layers_of(self.target.config)
         self.target.rope.reserve(layout.max_position + 1)
@@ -113,9 +115,9 @@ class Objective:
         rope = self.target.rope(layout.positions)
         return (self.run_draft or self.draft)(x, rope, attention, feature)
 
-    def __call__(self, layout: Layout) -> Outcome:
-        """The loss of one batch."""
-        hidden, kv = self.read(layout)
+    def __call__(self, layout: Layout, read: Read | None = None) -> Outcome:
+        """The loss of one batch, which the target may have `read` already, for another lag."""
+        hidden, kv = read or self.read(layout)
         with self.gather([self.target.embedding, self.target.head.weight]):
             drafted = self.draft_hidden(layout, hidden, kv).flatten(0, 1)[layout.queries]
             teacher = hidden.flatten(0, 1)[layout.queries]

@@ -53,6 +53,8 @@ class StageSettings:
     """Sequences of one process at a time."""
     accumulation: int = 1
     """Micro-batches of a step."""
+    lags: int = 1
+    """From so many lags the draft learns each sequence that the target reads: the target reads it once."""
     lr: float = MISSING
     warmup: float = 0.02
     """Share of the steps in which the learning rate rises."""

@@ -113,7 +113,7 @@ class Trainer:
         stage = self.stage
         optimisation = Optimisation(
             stage.micro_batch,
-            stage.accumulation,
+            stage.accumulation * stage.lags,
             stage.weight_decay,
             (stage.beta1, stage.beta2),
             stage.clip,
@@ -199,8 +199,8 @@ class Trainer:
             self.acceptance = evaluate.Acceptance(**state["acceptance"])
         return int(state["step"])
 
-    def _load(self, step: int) -> list[Layout]:
-        """This process's micro-batches of a step."""
+    def _load(self, step: int) -> list[list[Layout]]:
+        """This process's micro-batches of a step, each laid out for every lag it is learnt from."""
         stage, per_step = self.stage, self.per_step
         layouts = []
         for micro in range(stage.accumulation):
@@ -209,29 +209,37 @@ class Trainer:
                 + (micro * self.processes.data_size + self.processes.data_rank) * stage.micro_batch
             )
             samples = range(begin, begin + stage.micro_batch)
-            drawn = [self.parts.draws.lag_and_offset(self.settings.seed, sample) for sample in samples]
+            drawn = [self.parts.draws.lags_and_offset(self.settings.seed, sample) for sample in samples]
             sequences = [self.parts.mixture[self.order.index(sample)] for sample in samples]
-            lags, offsets = zip(*drawn, strict=True)
+            of_rows, offsets = zip(*drawn, strict=True)
             batch = collate(sequences, stage.collator, stage.mask_prompt)
-            layouts.append(lay_out(batch, lags, offsets, stage.num_sinks, self.rows, self.device))
+            layouts.append(
+                [
+                    lay_out(batch, lags, offsets, stage.num_sinks, self.rows, self.device)
+                    for lags in zip(*of_rows, strict=True)
+                ]
+            )
         return layouts
 
     def _step(
-        self, step: int, waiting: Future[list[Layout]], loader: ThreadPoolExecutor
-    ) -> Future[list[Layout]] | None:
+        self, step: int, waiting: Future[list[list[Layout]]], loader: ThreadPoolExecutor
+    ) -> Future[list[list[Layout]]] | None:
         """One optimizer step; meanwhile the next one's batches are loaded."""
-        layouts = waiting.result()
+        micro_batches = waiting.result()
         following = loader.submit(self._load, step + 1) if step + 1 < self.num_steps else None
-        counted = torch.tensor(float(sum(len(layout.labels) for layout in layouts)), dtype=torch.float64)
-        num_queries = max(1.0, float(self.engine.sum(counted)))
-        # DeepSpeed averages over micro-batches and processes; the loss is the mean over all queries.
-        scale = self.stage.accumulation * self.processes.data_size / num_queries
+        counts = [len(layout.labels) for layouts in micro_batches for layout in layouts]
+        num_queries = max(1.0, float(self.engine.sum(torch.tensor(float(sum(counts)), dtype=torch.float64))))
+        # DeepSpeed averages over backward passes and processes; the loss is the mean over all queries.
+        scale = len(counts) * self.processes.data_size / num_queries
         rate = learning_rate(self.stage, step, self.num_steps)
-        for layout in layouts:
-            outcome = self.objective(layout)
-            self.engine.backward(outcome.loss * scale)
-            self.engine.step(rate)
-            self._note(layout, outcome)
+        for layouts in micro_batches:
+            read = self.objective.read(layouts[0])  # lags are the draft's alone
+            self.sums.num_tokens += layouts[0].tokens.numel() * self.processes.data_size
+            for layout in layouts:
+                outcome = self.objective(layout, read)
+                self.engine.backward(outcome.loss * scale)
+                self.engine.step(rate)
+                self._note(layout, outcome)
         self.sums.num_queries += num_queries
         return following
 
@@ -241,7 +249,6 @@ class Trainer:
         probes[:, 2] = lags[probes[:, 2].long()]
         self.sums.loss.append(outcome.loss.detach())
         self.sums.probes.append(probes)
-        self.sums.num_tokens += layout.tokens.numel() * self.processes.data_size
 
     def _log(self, step: int, loggers: list[Logger], update: Callable[..., None]) -> None:
         """Report the means since the last report."""

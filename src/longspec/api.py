@@ -32,6 +32,8 @@ from longspec.progress import byte_bar
 from longspec.prompts import Prompt, PromptEncoder, split_batch
 from longspec.request import Engine, Options, Request
 
+# Of a draft's vocabulary, most frequent first, a CPU reads so much; the context's own words come beside it.
+_CPU_VOCAB = 8192
 _SMALLER = "free some, or take a smaller dtype, a smaller target or another device"
 
 
@@ -232,7 +234,10 @@ def prepare_draft(draft: GlideDraft, target: Transformer, draft_dtype: str = "au
     if int8:
         round_linears(draft)
     pack_linears(draft)
-    return draft, DraftHead(target, draft.vocab_ids, int8)
+    ids = draft.vocab_ids
+    if ids is not None and target.device.type == "cpu":
+        ids = ids[:_CPU_VOCAB]
+    return draft, DraftHead(target, ids, int8)
 
 
 def _load_drafting(

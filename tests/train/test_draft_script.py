@@ -18,7 +18,7 @@ from tests.train.tiny import no_launcher
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "train-smollm2-draft"
 # What differs from the real thing: the target has two layers, and nobody waits for a good draft.
-SMALL = ("draft.cross_layers=[0,1]", "draft.window=64", "stage.num_steps=3", "evaluation.gamma=3")
+SMALL = ("draft.cross_layers=[0,1]", "draft.window=64", "stage.num_steps=3", "evaluation.gamma=3", "draft.draft_vocab=0")
 
 
 def script(part: str, folder: Path, target: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -60,7 +60,7 @@ def test_the_script_makes_a_draft_and_its_parts_go_on(tiny_folder: Path, tmp_pat
         done = script(part, out, tiny_folder, *given)
         assert done.returncode == 0, done.stdout + done.stderr
     assert {path.name for path in (out / "data").iterdir()} == {
-        *("asked", "questions", "continued", "long_asked", "long_continued", "essays", "documents")
+        *("asked", "questions", "continued", "long_asked", "long_continued", "essays", "mixed", "documents")
     }
     early = script("long", out, tiny_folder)
     assert early.returncode == 2

@@ -241,13 +241,14 @@ def test_the_stages_of_the_shipped_draft(
     from longspec.cli.main import main
 
     monkeypatch.setenv("SMOLLM2_DATA", "/data")
-    command = ["train", "experiment=smollm2_gpu", "stage=all", "stage.soft=1", "--cfg", "job"]
+    command = ["train", "experiment=smollm2_gpu", "stage=all", "stage.lags=3", "--cfg", "job"]
     assert main(command) == 0
     printed = capsys.readouterr().out.split("name: smollm2_gpu_")[1:]
     stages = [yaml.safe_load(f"name: {one}") for one in printed]
     assert [stage["stage"]["seq_length"] for stage in stages] == [1024, 8192, 4096]
     assert [stage["stage"]["max_offset"] for stage in stages] == [-1, 0, 0]
-    assert all(stage["compile"] and stage["stage"]["soft"] == 1 for stage in stages)
+    assert all(stage["compile"] and stage["stage"]["lags"] == 3 for stage in stages)
+    assert [stage["stage"]["mask_prompt"] for stage in stages] == [True, False, False]
     assert all(stage["draft"]["cross_layers"] == [9, 19, 29] for stage in stages)
     assert [stage["draft"]["path"] for stage in stages] == [
         *(None, "outputs/smollm2_gpu/base", "outputs/smollm2_gpu/long")

@@ -42,13 +42,13 @@ class Mixture:
             dataset.check(vocab_size, tokenizer, target_name)
 
     def frequent(self, count: int, always: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
-        """The `count` most frequent tokens, those in `always` first, in rising order."""
+        """The `count` most frequent tokens, those in `always` before all others."""
         counts = np.zeros(vocab_size, np.int64)
         for dataset in self.datasets:
             counts[: len(dataset.counts)] += dataset.counts
         counts[list(always)] = counts.sum() + 1
         # A stable sort: of equally frequent tokens the lower ids.
-        return np.sort(np.argsort(-counts, kind="stable")[:count])
+        return np.argsort(-counts, kind="stable")[:count]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ PROMPT ?= Why is the sky blue? Answer in three sentences.
 .PHONY: demo test test-full bench clean
 
 demo: .venv/ready  ## set up, fetch the default model, answer a sample prompt
-	@echo 'longspec generate "$(PROMPT)"'
-	@$(BIN)/longspec generate "$(PROMPT)"
+	@echo 'longspec generate --compare "$(PROMPT)"'
+	@$(BIN)/longspec generate --compare "$(PROMPT)"
 
 test: .venv/ready  ## set up, then everything that guards a change
 	$(BIN)/ruff check .

@@ -214,7 +214,9 @@ def test_what_others_disturb_is_measured_again(tmp_path: Path, monkeypatch: pyte
 def test_auto_is_the_default_and_says_what_vanilla_says(smollm2: LongSpec) -> None:
     text = "Copy this list: apple, pear, plum, fig, apple, pear, plum, fig, apple, pear, plum, fig."
     expected = smollm2.generate(text, method="vanilla", max_new_tokens=40)
-    for model in (smollm2, LongSpec(replace(smollm2.engine, plan=None))):
-        answer = model.generate(text, max_new_tokens=40)
-        assert answer.method in ("lookup", "vanilla")
-        assert answer.token_ids == expected.token_ids
+    for draft, methods in ((smollm2.engine.draft, ("seq", "tree", "lookup")), (None, ("lookup",))):
+        unplanned = LongSpec(replace(smollm2.engine, draft=draft, plan=None))
+        for model in (smollm2, unplanned) if draft else (unplanned,):
+            answer = model.generate(text, max_new_tokens=40)
+            assert answer.method in (*methods, "vanilla")
+            assert answer.token_ids == expected.token_ids

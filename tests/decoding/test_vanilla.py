@@ -61,7 +61,7 @@ def test_stops_at_eos_length_and_stop_string(smollm2: LongSpec) -> None:
 
 
 def test_figures_add_up(smollm2: LongSpec) -> None:
-    result = smollm2.generate(PROMPTS[0], max_new_tokens=12)
+    result = smollm2.generate(PROMPTS[0], method="vanilla", max_new_tokens=12)
     assert isinstance(result, Generation)
     assert result.rounds == result.tokens - 1
     assert result.tau == 1.0

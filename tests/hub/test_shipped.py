@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 import longspec
 from longspec import LongSpec, UserError
 from longspec.cli.main import main
 from longspec.config import DraftConfig
-from longspec.hub import DEFAULT_TARGET
+from longspec.hub import DEFAULT_TARGET, shipped_draft
 from longspec.models.draft import GlideDraft
 
 ROOT = Path(longspec.__file__).parent.parent.parent
@@ -59,6 +60,28 @@ def test_the_default_target_uses_it_unless_told_otherwise(
     assert alone.engine.draft is None
     assert main(["models"]) == 0
     assert f"{DEFAULT_TARGET} (comes with longspec)" in capsys.readouterr().out
+
+
+def test_the_draft_of_the_default_target_is_whole_and_good(smollm2: LongSpec) -> None:
+    folder = shipped_draft(DEFAULT_TARGET)
+    assert folder is not None
+    tensors = load_file(folder / "model.safetensors")
+    assert (folder / "model.safetensors").stat().st_size <= 16_000_000
+    assert {tensor.dtype for name, tensor in tensors.items() if name != "vocab_ids"} == {torch.bfloat16}
+    acceptance = json.loads((folder / "config.json").read_text())["acceptance"]
+    assert acceptance["chain"]
+    assert acceptance["trees"]
+    card = (folder / "README.md").read_text()
+    assert "| source | licence |" in card
+    assert "## Measured" in card
+
+    kept = rounds = 0
+    for question in ("How do bees make honey?", "Write a Python function that adds up a list of numbers."):
+        options: dict[str, Any] = {"max_new_tokens": 64, "temperature": 0.0}
+        drafted = smollm2.generate(question, method="tree", tree_shape=(4, 8, 8, 8), **options)
+        assert drafted.token_ids == smollm2.generate(question, method="vanilla", **options).token_ids
+        kept, rounds = kept + drafted.tokens - 1, rounds + drafted.rounds
+    assert kept / rounds > 2.2
 
 
 def test_a_tuned_target_may_have_it_with_one_warning_and_another_shape_not(

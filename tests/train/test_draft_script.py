@@ -18,7 +18,13 @@ from tests.train.tiny import no_launcher
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "train-smollm2-draft"
 # What differs from the real thing: the target has two layers, and nobody waits for a good draft.
-SMALL = ("draft.cross_layers=[0,1]", "draft.window=64", "stage.num_steps=3", "evaluation.gamma=3", "draft.draft_vocab=0")
+SMALL = (
+    "draft.cross_layers=[0,1]",
+    "draft.window=64",
+    "stage.num_steps=3",
+    "evaluation.gamma=3",
+    "draft.draft_vocab=0",
+)
 
 
 def script(part: str, folder: Path, target: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -74,6 +80,7 @@ def test_the_script_makes_a_draft_and_its_parts_go_on(tiny_folder: Path, tmp_pat
     stages = list(yaml.safe_load_all((out / "draft" / "training.yaml").read_text()))
     assert [stage["settings"]["stage"]["name"] for stage in stages] == ["base", "long", "cot"]
     assert [stage["step"] for stage in stages] == [3, 3, 3]
+    assert str(tmp_path) not in (out / "draft" / "training.yaml").read_text().replace(str(tiny_folder), "")
     licences = {source["licence"] for stage in stages for source in stage["sources"]}
     assert "public domain" in licences
     assert read_info(out / "data" / "asked").num_tokens >= 500

@@ -22,6 +22,7 @@ from longspec.train.report import read_metrics
 from longspec.train.trainer import CONFIG
 
 TRAINING = "training.yaml"
+_PRIVATE = ("run", "resume", "saving", "logger", "stages")
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
     *("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja"),
@@ -126,13 +127,22 @@ def _stage(run: Path) -> Stage:
     losses = [line["loss"] for line in metrics if "loss" in line]
     taus = [line["eval_tau"] for line in metrics if "eval_tau" in line]
     return Stage(
-        settings=config,
+        settings=_told(config),
         step=state["step"],
         tokens=state["tokens"],
         loss=losses[-1] if losses else None,
         tau=taus[-1] if taus else None,
         sources=sources,
     )
+
+
+def _told(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings for others to read: how a draft was trained, not where on whose disk."""
+    kept = {name: value for name, value in config.items() if name not in _PRIVATE}
+    folders, start = config["data"]["train"], config["draft"]["path"]
+    kept["data"] = config["data"] | {"train": [Path(folder).name for folder in folders]}
+    kept["draft"] = config["draft"] | {"path": start and Path(start).name}
+    return kept
 
 
 def _copy_tokenizer(target: str, folder: Path) -> None:

@@ -12,9 +12,10 @@ from longspec.decoding.auto import Plan
 from longspec.decoding.choose import Sampling
 from longspec.decoding.device import needs_no_host, replays
 from longspec.decoding.expected import num_nodes
-from longspec.decoding.guard import Guarded, Prices
+from longspec.decoding.guard import Copying, Guarded, Prices
 from longspec.decoding.loop import Acceptance, DecodeState, Method, decode, start
-from longspec.decoding.methods.make import Drafting, MethodOptions, make_method
+from longspec.decoding.methods.lookup import Lookup
+from longspec.decoding.methods.make import MOST_NODES, Drafting, MethodOptions, make_method
 from longspec.decoding.reuse import WAY_OUT, PrefixStore
 from longspec.decoding.row import Row
 from longspec.errors import UserError, number, whole_number, whole_numbers
@@ -80,15 +81,25 @@ class Engine:
         """Whether rounds are captured and replayed."""
         return replays(self.target)
 
-    def settle(self, options: MethodOptions, context: int, num_rows: int) -> tuple[MethodOptions, Prices]:
-        """What `auto` means for this context and batch, and what its rounds cost."""
+    def settle(
+        self, options: MethodOptions, context: int, num_rows: int
+    ) -> tuple[MethodOptions, Prices, Copying | None]:
+        """What `auto` means for this context and batch, what its rounds cost, and what copies before it."""
         if self.plan is None:
             settled = replace(options, method="lookup" if self.draft is None else "tree")
-            return settled, Prices(((num_nodes(settled), UNMEASURED_COST),))
-        planned, prices = self.plan().pick(context, num_rows)
+            return settled, Prices(((num_nodes(settled), UNMEASURED_COST),)), None
+        plan = self.plan()
+        planned, prices = plan.pick(context, num_rows)
         limits = [limit for limit in (planned.max_nodes, options.max_nodes) if limit is not None]
         most = min(limits, default=None)
-        return replace(planned, acceptance=options.acceptance, max_nodes=most), prices
+        found = plan.lookup(context, num_rows) if planned.method in ("seq", "tree") else None
+        copying = None
+        if found is not None:
+            assert self.draft is not None
+            # No more than a caller allows, nor than the draft's window takes in at once.
+            longest = min(options.max_nodes or MOST_NODES, self.draft[0].config.window) - 1
+            copying = Lookup(min(found[0].gamma, longest)), found[1]
+        return replace(planned, acceptance=options.acceptance, max_nodes=most), prices, copying
 
 
 class Request:
@@ -117,13 +128,13 @@ class Request:
 
     def _choose_method(self, options: MethodOptions) -> tuple[Method, Acceptance]:
         automatic = options.method == "auto"
-        prices = Prices(())
+        prices, copying = Prices(()), None
         if automatic:
             context = max(len(row.prompt) + row.max_new_tokens // 2 for row in self.rows)
-            options, prices = self._engine.settle(options, context, len(self.rows))
+            options, prices, copying = self._engine.settle(options, context, len(self.rows))
         method, acceptance = make_method(options, self._sampling, self._engine.draft)
         if automatic and options.method != "vanilla":
-            method = Guarded(method, prices)
+            method = Guarded(method, prices, copying)
         return method, acceptance
 
     def turns(self) -> Iterator[None]:

@@ -54,6 +54,15 @@ def test_the_best_gain_for_its_cost_is_picked() -> None:
     assert plan(tree).pick(300, 1)[0].tree_shape == (4, 8)
 
 
+def test_copying_comes_before_drafting_where_it_is_cheap() -> None:
+    made = plan(costs(seq_2=1.2, lookup_2=1.1, lookup_4=1.3, lookup_7=1.7))
+    assert made.pick(300, 1)[0].method == "seq"
+    found = made.lookup(300, 1)
+    assert found is not None
+    assert (found[0].gamma, found[1](5)) == (4, 1.3)
+    assert plan(costs(seq_2=1.2, lookup_2=1.7)).lookup(300, 1) is None
+
+
 def test_what_would_lose_is_not_picked() -> None:
     dear = costs(seq_1=2.0, seq_2=2.9, lookup_2=1.2, lookup_4=1.4, lookup_7=1.7)
     options, prices = plan(dear).pick(300, 1)

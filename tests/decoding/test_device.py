@@ -129,14 +129,14 @@ class Fitful(Guarded):
 
     booked = 0
 
-    def book(self, emitted: Sequence[int], num_nodes: int) -> None:
+    def book(self, emitted: Sequence[int], num_nodes: int, prices: Prices | None = None) -> None:
         self.booked += 1
         self._account.balance = -1.0 if self.booked % 3 else 1.0
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_after_a_rest_the_draft_proposes_what_it_would_have(on_device: bool) -> None:
-    """Its own keys and values must follow through the rounds in which it rests."""
+@pytest.mark.parametrize("meanwhile", ["rest", "rest on the device", "copying"])
+def test_after_a_rest_the_draft_proposes_what_it_would_have(meanwhile: str) -> None:
+    """Its own keys and values must follow through the rounds in which it is not asked."""
     target = tiny_target(vocab_size=11)
     draft = GlideDraft(target.config, DraftConfig(window=8, max_lag=8, use_feature=True))
     draft.initialise(torch.Generator().manual_seed(1), std=0.3)
@@ -151,10 +151,13 @@ def test_after_a_rest_the_draft_proposes_what_it_would_have(on_device: bool) -> 
     def glide(kind: type[Glide]) -> Glide:
         return kind(draft, DraftHead(target, None), (3, 3), None, draws=False, name="tree")
 
-    row, sampling = Row(PROMPTS[0], 3, 40), Sampling()
+    row, sampling = Row(PROMPTS[0], 3, 40), Sampling(1.5)
     state = start(target, target.new_cache(1, 64), [row], sampling)
-    rounds = RoundStore() if on_device else None
-    for _ in decode(state, Fitful(glide(Noting), Prices(())), rounds=rounds):
+    rounds = RoundStore() if meanwhile.endswith("device") else None
+    method: Method = Fitful(glide(Noting), Prices(()))
+    if meanwhile == "copying":
+        method = Guarded(glide(Noting), Prices(()), (Lookup(4), Prices(())))
+    for _ in decode(state, method, rounds=rounds):
         pass
     assert 5 < len(proposed) < row.num_rounds
     text = [*row.prompt, *row.tokens]
@@ -162,12 +165,12 @@ def test_after_a_rest_the_draft_proposes_what_it_would_have(on_device: bool) -> 
         if length >= len(text):
             continue  # it was on its way when the text ended
         fresh = start(target, target.new_cache(1, 64), [Row(text[:length], 3, 40)], sampling)
-        method = glide(Glide)
+        again = glide(Glide)
         with torch.inference_mode():
             prefill(fresh, 64)
             fresh.emitted = torch.tensor([[text[length]]])
-            method.begin(fresh)
-            assert method.propose(fresh).tokens.tolist() == tokens
+            again.begin(fresh)
+            assert again.propose(fresh).tokens.tolist() == tokens
 
 
 def test_what_needs_the_host_says_so() -> None:

@@ -96,11 +96,17 @@ class Plan:
             if gain(options, self.acceptance) / cost > speed:
                 best, speed = options, gain(options, self.acceptance) / cost
         if best.method == "vanilla":
-            for name, options in self.options.items():
-                ratio = self.costs.ratio(name, context, batch)
-                if ratio is not None and options.method == "lookup" and ratio <= LOOKUP_COST:
-                    best = options  # the longest that is cheap enough: they come in order
+            return self.lookup(context, batch) or (best, Prices(()))
         return best, self._prices(best, context, batch)
+
+    def lookup(self, context: int, batch: int) -> tuple[MethodOptions, Prices] | None:
+        """The longest lookup that is cheap enough, and what its rounds cost."""
+        found = None
+        for name, options in self.options.items():  # they come in order
+            ratio = self.costs.ratio(name, context, batch)
+            if ratio is not None and options.method == "lookup" and ratio <= LOOKUP_COST:
+                found = options
+        return None if found is None else (found, self._prices(found, context, batch))
 
     def _prices(self, picked: MethodOptions, context: int, batch: int) -> Prices:
         """By nodes: of a chain at every length that was measured, of a tree at its own size.

@@ -1,4 +1,7 @@
-"""Never slower than vanilla: what speculation costs is paid out of what it has won."""
+"""Never slower than vanilla: what speculation costs is paid out of what it has won.
+
+And copying before drafting: where the text repeats itself, what followed last time costs nothing to propose.
+"""
 
 from __future__ import annotations
 
@@ -85,34 +88,44 @@ class Resting:
         return TokenTree.chain(state.roots[:, None])
 
 
+Copying = tuple[Method, Prices]
+"""Prompt lookup, and what its rounds cost."""
+
+
 class Guarded:
     """A method that rests while it loses; the target goes on alone then, and says the same.
+
+    A single row is first offered what `copying` finds, and the method where that finds nothing.
 
     Where rounds are replayed, `propose` is never asked: there the rounds of `method` and of `resting` are
     two graphs, and whoever replays them asks the account.
     """
 
-    def __init__(self, method: Method, prices: Prices) -> None:
+    def __init__(self, method: Method, prices: Prices, copying: Copying | None = None) -> None:
         self.name, self.tree_shape, self.num_nodes = method.name, method.tree_shape, method.num_nodes
         self.device_key: tuple[Hashable, ...] | None = method.device_key
         self.method, self._resting = method, Resting(method)
-        self._prices, self._account = prices, Account()
-        self._last_nodes = 0
+        self._prices, self._account, self._copying = prices, Account(), copying
+        if copying is not None:
+            self.num_nodes = max(self.num_nodes, copying[0].num_nodes)
+        self._last: tuple[int, Prices] | None = None
 
     @property
     def speculates(self) -> bool:
         """Whether the next round may propose something."""
         return self._account.speculates
 
-    def book(self, emitted: Sequence[int], num_nodes: int) -> None:
+    def book(self, emitted: Sequence[int], num_nodes: int, prices: Prices | None = None) -> None:
         """Enter a round with so many nodes, by what each row emitted that was running in it."""
         if emitted:
-            self._account.book(sum(emitted) / len(emitted), self._prices(num_nodes))
+            self._account.book(sum(emitted) / len(emitted), (prices or self._prices)(num_nodes))
 
     def begin(self, state: DecodeState) -> None:
         """See `Method.begin`."""
-        self._last_nodes = 0
+        self._last = None
         self.method.begin(state)
+        if self._copying is not None:
+            self._copying[0].begin(state)
 
     def follow(self, state: DecodeState) -> None:
         """See `Method.follow`."""
@@ -120,10 +133,20 @@ class Guarded:
 
     def propose(self, state: DecodeState) -> TokenTree:
         """See `Method.propose`."""
-        if self._last_nodes:
+        if self._last is not None:
             counts = zip(state.num_emitted.tolist(), state.rows, strict=True)
-            self.book([count for count, row in counts if not row.finished], self._last_nodes)
-        method = self.method if self.speculates else self._resting
-        tree = method.propose(state)
-        self._last_nodes = tree.num_nodes
+            self.book([count for count, row in counts if not row.finished], *self._last)
+        tree, prices = self._propose(state)
+        self._last = tree.num_nodes, prices
         return tree
+
+    def _propose(self, state: DecodeState) -> tuple[TokenTree, Prices]:
+        if not self.speculates:
+            return self._resting.propose(state), self._prices
+        if self._copying is not None and len(state.rows) == 1:
+            lookup, prices = self._copying
+            tree = lookup.propose(state)
+            if tree.num_nodes > 1:
+                self.method.follow(state)
+                return tree, prices
+        return self.method.propose(state), self._prices

@@ -93,6 +93,7 @@ BAD = {
     "gamma": (("--method", "lookup", "--gamma", "0", "Hi"), "gamma is 0"),
     "empty tree": (("--method", "tree", "--tree-shape", "", "Hi"), "tree_shape is []"),
     "large tree": (("--method", "tree", "--tree-shape", "4,900", "Hi"), "905 nodes"),
+    "compared as JSON": (("--compare", "--json", "Hi"), "--compare is for people"),
     "no draft": (("--method", "tree", "--draft", "none", "Hi"), "needs a draft"),
     "missing draft": (("--draft", "./none", "Hi"), "./none"),
     "too long": (("--max-length", "20", "word " * 50), "the context holds 20"),

@@ -36,7 +36,9 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    # Without a line that is being written, or that a kill cut off.
+    whole, _, _ = (folder / "rows.jsonl").read_text().rpartition("\n")
+    rows = [json.loads(line) for line in whole.splitlines()]
     return [{name: row[name] for name in row.keys() - TIMES - {"parts"}} for row in rows]
 
 

@@ -90,7 +90,8 @@ def call_models(T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024, E: i
     few_rows(x, halves(960, E), halves(960), x, (weight, 1e-5))
     few_rows(x, halves(3072, E), None, x, (weight, 1e-5), gated=True)
     few_rows(x[:, :1], halves(3072, E), None, x[:, :1], (weight, 1e-5), gated=True)
-    few_rows(halves(1, T, 1536), halves(E, 1536))
+    few_rows(halves(1, T, 1536), halves(E, 1536), residual=x)
+    few_rows(halves(1, 1, 1536), halves(E, 1536), residual=x[:, :1])
     few_rows(halves(1, T, 4096), halves(4096, 4096))
     few_rows(halves(1, T, 4096), halves(28672, 4096), gated=True)
 

@@ -2,8 +2,8 @@
 
 Of few rows a product takes as long as its weights take to come from memory, and in a small model less than
 the launches around it. So the first weights are asked for before it is the kernel's turn; the gate of a
-feed-forward is part of the product that makes it; and for a single row of a small model, residual and RMSNorm
-are part of the product that reads them.
+feed-forward is part of the product that makes it, and so is the residual that a product is added to; and for
+a single row of a small model, the RMSNorm is part of the product that reads it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,17 @@ def _gated(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit
+def _added(stream, result):
+    """stream + result, rounded where separate operations would round."""
+    return stream.to(tl.float32) + result.to(stream.dtype).to(tl.float32)
+
+
+@triton.jit
 def _row_kernel(
-    x, delta, norm, weight, bias, out, total, num_in, num_out, eps,
+    x, delta, norm, weight, bias, residual, out, total, num_in, num_out, eps,
     COLS: tl.constexpr, DEPTH: tl.constexpr,
-    ADD: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    ADD: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one row's product: no tensor core is faster than the weights come."""
     col, i = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, DEPTH)
@@ -50,6 +57,8 @@ def _row_kernel(
         scale = tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
     await_turn(OVERLAP)
     value = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        stream = tl.load(residual + col, mask=wanted, other=0.0)
     if ADD:
         # Rounded as the residual stream is stored, so that the norm is of what the next layer will see.
         value = (value + tl.load(delta + i, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
@@ -66,14 +75,17 @@ def _row_kernel(
         if BIAS:
             up += tl.load(bias + num_out + col, mask=wanted, other=0.0).to(tl.float32)
         result = _gated(result, up, dtype)
+    if RESIDUAL:
+        result = _added(stream, result)
     tl.store(out + col, result.to(dtype), mask=wanted)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rows_kernel(
-    x, weight, bias, out, num_rows, num_in, num_out,
+    x, weight, bias, residual, out, num_rows, num_in, num_out,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
-    GATED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
@@ -82,11 +94,16 @@ def _rows_kernel(
     rows_at = x + tl.minimum(row, num_rows - 1)[:, None] * num_in
     columns_at = weight + tl.minimum(col, num_out - 1).to(tl.int64) * num_in
     second_at = num_out.to(tl.int64) * num_in
+    place = row[:, None] * num_out + col[None, :]
+    mask = (row < num_rows)[:, None] & (col < num_out)[None, :]
     lines = columns_at[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, num_in - 1)[None, :]
     fetch(lines, OVERLAP)
     if GATED:
         fetch(lines + second_at, OVERLAP)
     await_turn(OVERLAP)
+    if RESIDUAL:
+        # Asked for together with the first of x, so that it is there when the product is.
+        stream = tl.load(residual + place, mask=mask, other=0.0)
     result = tl.zeros([ROWS, COLS], tl.float32)
     up = tl.zeros([ROWS, COLS], tl.float32)
     for first in tl.range(0, num_in, DEPTH):
@@ -104,8 +121,9 @@ def _rows_kernel(
         if BIAS:
             up += tl.load(bias + num_out + col, mask=col < num_out, other=0.0).to(tl.float32)[None, :]
         result = _gated(result, up, dtype)
-    mask = (row < num_rows)[:, None] & (col < num_out)[None, :]
-    tl.store(out + row[:, None] * num_out + col[None, :], result.to(dtype), mask=mask)
+    if RESIDUAL:
+        result = _added(stream, result)
+    tl.store(out + place, result.to(dtype), mask=mask)
 
 
 def few_rows(
@@ -115,26 +133,29 @@ def few_rows(
     delta: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
     gated: bool = False,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x @ weight.T + bias, where x [..., in] may first be made of something else; and that x.
 
     With `norm`, an RMSNorm's weight and eps, the product is that of the normed x; with `delta` as well
     x + delta takes x's place, and is returned. With `gated` the product is gate and up side by side, and
-    silu(gate) * up is returned instead.
+    silu(gate) * up is returned instead. With `residual` [..., out] what is returned has that added to it.
     """
-    assert delta is None or norm is not None, "a residual is added by the norm that follows it"
+    assert delta is None or norm is not None, "what x lacks is added by the norm that follows it"
     num_out, num_in = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     x = x.contiguous()
     num_rows = x.numel() // num_in
     out = torch.empty(*x.shape[:-1], num_out, dtype=x.dtype, device=x.device)
-    options = {"GATED": gated, "BIAS": bias is not None, **overlap(x.device)}
+    added = x if residual is None else residual.contiguous()
+    options = {"GATED": gated, "BIAS": bias is not None, "RESIDUAL": residual is not None}
+    options |= overlap(x.device)
     if num_rows == 1 and weight.numel() <= _SMALL and num_in <= _LONGEST:
         total = x if delta is None else torch.empty_like(x)
         depth = triton.next_power_of_2(num_in)
         cols = max(1, min(8, (8192 if gated else 16384) // depth))
         _row_kernel[(triton.cdiv(num_out, cols),)](
             x, x if delta is None else delta.contiguous(), x if norm is None else norm[0], weight,
-            x if bias is None else bias, out, total, num_in, num_out, 0.0 if norm is None else norm[1],
+            x if bias is None else bias, added, out, total, num_in, num_out, 0.0 if norm is None else norm[1],
             COLS=cols, DEPTH=depth, ADD=delta is not None, NORM=norm is not None, num_warps=4, **options,
         )  # fmt: skip
         return out, total
@@ -144,7 +165,7 @@ def few_rows(
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     cols, depth, stages = _tile(rows, weight, gated)
     _rows_kernel[(triton.cdiv(num_out, cols), triton.cdiv(num_rows, rows))](
-        x, weight, x if bias is None else bias, out, num_rows, num_in, num_out,
+        x, weight, x if bias is None else bias, added, out, num_rows, num_in, num_out,
         ROWS=rows, COLS=cols, DEPTH=depth, LINE=_LINE // x.itemsize, LINES=_LINES,
         PRECISION=precision(x.dtype), num_warps=4, num_stages=stages, **options,
     )  # fmt: skip

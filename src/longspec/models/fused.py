@@ -18,6 +18,9 @@ from longspec.models.draft import GlideDraft
 from longspec.models.layers import Block, FeedForward, Linear, RMSNorm, SelfAttention
 from longspec.models.target import Transformer
 
+Stream = tuple[Tensor, Tensor | None]
+"""The residual stream, and what it still lacks where a library made that: the next norm adds it."""
+
 
 def run_blocks(
     target: Transformer,
@@ -32,15 +35,15 @@ def run_blocks(
     Positions and entries, int64 [B, T], say where each stands in the text and in the cache.
     """
     (x, _), table = embed(tokens, target.embedding), target.rope.table
-    delta: Tensor | None = None  # what the residual stream still lacks: it is added by the next norm
+    delta: Tensor | None = None
     for block in target.blocks:
         assert isinstance(block, Block)
         qkv, x = _normed_linear(block.attention.qkv, block.attention_norm, x, delta)
         k, v = cache.layer(block.attention.layer)
         q = rope_write(qkv, table, positions, entries, k, v, _head_norms(block.attention))
         out = target.attention.attend(q, k, v, plan)[0]
-        delta = _linear(block.attention.output, out.flatten(2))
-        delta, x = _feed_forward(block.ffn, block.ffn_norm, x, delta)
+        x, delta = _add_linear(block.attention.output, out.flatten(2), x)
+        x, delta = _feed_forward(block.ffn, block.ffn_norm, x, delta)
     return _norm(target.norm, x, delta)[0]
 
 
@@ -78,7 +81,8 @@ def run_draft(run: DraftPass, tokens: Tensor, positions: Tensor, place: Place, s
     keys, values, entries = place
     x, stream = embed(tokens, run.target.embedding, run.feature)
     q = _write_draft(draft, x, table, positions, place)
-    x, delta = stream, _linear(draft.self_output, attention.masked(q, keys, values, sees)[0].flatten(2))
+    out = attention.masked(q, keys, values, sees)[0]
+    x, delta = _add_linear(draft.self_output, out.flatten(2), stream)
     queries, x = _normed_linear(draft.cross_q, draft.cross_norm, x, delta)
     # Queries alone: no head of the cache takes part.
     queries = rope_write(queries, table, positions, entries, keys[:, :0], values[:, :0])
@@ -87,9 +91,11 @@ def run_draft(run: DraftPass, tokens: Tensor, positions: Tensor, place: Place, s
         for part, caches in zip(queries.chunk(len(run.cross), 2), run.cross, strict=True)
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
-    delta = _linear(draft.cross_output, out.flatten(2))
-    delta, x = _feed_forward(draft.ffn, draft.ffn_norm, x, delta)
-    return x + delta if draft.final_norm is None else _norm(draft.final_norm, x, delta)[0]
+    x, delta = _add_linear(draft.cross_output, out.flatten(2), x)
+    x, delta = _feed_forward(draft.ffn, draft.ffn_norm, x, delta)
+    if draft.final_norm is not None:
+        return _norm(draft.final_norm, x, delta)[0]
+    return x if delta is None else x + delta
 
 
 def cross_caches(cache: KVCache, layers: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
@@ -124,19 +130,22 @@ def _normed_linear(linear: Linear, norm: RMSNorm, x: Tensor, delta: Tensor | Non
     return linear(normed), x
 
 
-def _linear(linear: Linear, x: Tensor) -> Tensor:
-    return few_rows(x, linear.weight, linear.bias)[0] if covers(x, linear.weight) else linear(x)
+def _add_linear(linear: Linear, x: Tensor, stream: Tensor) -> Stream:
+    """The stream with the projection of x added to it."""
+    if covers(x, linear.weight):
+        return few_rows(x, linear.weight, linear.bias, residual=stream)[0], None
+    return stream, linear(x)
 
 
-def _feed_forward(ffn: FeedForward, norm: RMSNorm, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """What the feed-forward adds to the stream x + delta, and that stream."""
+def _feed_forward(ffn: FeedForward, norm: RMSNorm, x: Tensor, delta: Tensor | None) -> Stream:
+    """The stream behind the feed-forward."""
     if covers(x, ffn.gate_up.weight):
         weight, bias = ffn.gate_up.weight, ffn.gate_up.bias
         inner, x = few_rows(x, weight, bias, delta, (norm.weight, norm.eps), gated=True)
     else:
         normed, x = _norm(norm, x, delta)
         inner = silu_mul(ffn.gate_up(normed))
-    return _linear(ffn.down, inner), x
+    return _add_linear(ffn.down, inner, x)
 
 
 def _head_norms(attention: SelfAttention) -> tuple[Tensor, Tensor, float] | None:

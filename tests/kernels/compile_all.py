@@ -21,7 +21,7 @@ from longspec.kernels.embed import embed
 from longspec.kernels.linear import few_rows
 from longspec.kernels.masked import masked
 from longspec.kernels.noise import gumbel_noise
-from longspec.kernels.norm import add_rms_norm, rms_norm
+from longspec.kernels.norm import Stream, add_rms_norm, rms_norm
 from longspec.kernels.rope import rope_write
 from longspec.kernels.settle import settle_round
 from longspec.kernels.silu import silu_mul
@@ -87,13 +87,18 @@ def call_models(T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024, E: i
     rope_write(qkv, table, places, places, k, k)
     rope_write(qkv, table, places, places, k, k, (halves(D), halves(D), 1e-6))
     silu_mul(halves(1, T, 3072))
-    few_rows(x, halves(960, E), halves(960), x, (weight, 1e-5))
-    few_rows(x, halves(3072, E), None, x, (weight, 1e-5), gated=True)
-    few_rows(x[:, :1], halves(3072, E), None, x[:, :1], (weight, 1e-5), gated=True)
-    few_rows(halves(1, T, 1536), halves(E, 1536), residual=x)
-    few_rows(halves(1, 1, 1536), halves(E, 1536), residual=x[:, :1])
-    few_rows(halves(1, T, 4096), halves(4096, 4096))
-    few_rows(halves(1, T, 4096), halves(28672, 4096), gated=True)
+    norm, lone = (weight, 1e-5), Stream(x[:, :1])
+    few_rows(Stream(x, x), halves(960, E), halves(960), norm)
+    few_rows(Stream(x, x), halves(3072, E), None, norm, gated=True)
+    few_rows(lone, halves(3072, E), None, norm, gated=True)
+    few_rows(Stream(lone.x, lone.x), halves(960, E), None, norm)
+    few_rows(Stream(halves(1, 1, 1536)), halves(E, 1536), residual=lone.x)
+    few_rows(Stream(halves(1, T, 1536)), halves(E, 1536), residual=x)
+    ahead, _ = few_rows(Stream(halves(1, T, 1536)), halves(E, 1536), residual=x, factor=weight)
+    few_rows(ahead, halves(960, E), halves(960), norm)
+    few_rows(ahead, halves(3072, E), None, norm, gated=True)
+    few_rows(Stream(halves(1, T, 4096)), halves(4096, 4096))
+    few_rows(Stream(halves(1, T, 4096)), halves(28672, 4096), gated=True)
 
 
 def call_rounds(N: int, V: int = 49152, window: int = 512) -> None:
@@ -108,7 +113,7 @@ def call_rounds(N: int, V: int = 49152, window: int = 512) -> None:
     gumbel_noise(numbers(N), numbers(N), torch.arange(V))
     draw_tokens(logits, torch.zeros(N), numbers(N), numbers(N))
     embed(parents, halves(V, 576))
-    embed(parents, halves(V, 576), halves(1, 1, 576))
+    embed(parents, halves(V, 576), halves(1, 1, 576), halves(576))
     tree_sees(parents, 5, lengths)
     level_places(numbers(1, window + N + 1), lengths, parents, range(1, 9), 2, window)
     claim_newest(numbers(1, 6), lengths, lengths, numbers(1, window + N + 1), window, tree)

@@ -10,16 +10,16 @@ from torch import Tensor
 from longspec.attention import AttentionPlan
 from longspec.cache import KVCache
 from longspec.kernels.embed import embed
-from longspec.kernels.linear import covers, few_rows
-from longspec.kernels.norm import add_rms_norm, rms_norm
+from longspec.kernels.linear import covers, few_rows, folds
+from longspec.kernels.norm import Norm, Stream, norm_stream
 from longspec.kernels.rope import rope_write
 from longspec.kernels.silu import silu_mul
 from longspec.models.draft import GlideDraft
 from longspec.models.layers import Block, FeedForward, Linear, RMSNorm, SelfAttention
 from longspec.models.target import Transformer
 
-Stream = tuple[Tensor, Tensor | None]
-"""The residual stream, and what it still lacks where a library made that: the next norm adds it."""
+Reader = tuple[RMSNorm, Linear]
+"""A norm of the residual stream, and the projection of what it gives."""
 
 
 def run_blocks(
@@ -34,17 +34,17 @@ def run_blocks(
 
     Positions and entries, int64 [B, T], say where each stands in the text and in the cache.
     """
-    (x, _), table = embed(tokens, target.embedding), target.rope.table
-    delta: Tensor | None = None
-    for block in target.blocks:
-        assert isinstance(block, Block)
-        qkv, x = _normed_linear(block.attention.qkv, block.attention_norm, x, delta)
+    blocks = [block for block in target.blocks if isinstance(block, Block)]
+    readers = [(block.attention_norm, block.attention.qkv) for block in blocks]
+    stream, _ = embed(tokens, target.embedding, factor=_factor(readers[0], tokens.numel()))
+    for block, reader, following in zip(blocks, readers, (*readers[1:], None), strict=True):
+        qkv, stream = _normed_linear(reader, stream)
         k, v = cache.layer(block.attention.layer)
-        q = rope_write(qkv, table, positions, entries, k, v, _head_norms(block.attention))
-        out = target.attention.attend(q, k, v, plan)[0]
-        x, delta = _add_linear(block.attention.output, out.flatten(2), x)
-        x, delta = _feed_forward(block.ffn, block.ffn_norm, x, delta)
-    return _norm(target.norm, x, delta)[0]
+        q = rope_write(qkv, target.rope.table, positions, entries, k, v, _head_norms(block.attention))
+        out = target.attention.attend(q, k, v, plan)[0].flatten(2)
+        stream = _add_linear(block.attention.output, out, stream, (block.ffn_norm, block.ffn.gate_up))
+        stream = _feed_forward(block.ffn, block.ffn_norm, stream, following)
+    return norm_stream(stream, _settings(target.norm))[0]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def write_draft(
     draft: GlideDraft, tokens: Tensor, target: Transformer, positions: Tensor, place: Place
 ) -> None:
     """Put the draft's own keys and values of tokens [B, T] in place."""
-    x, _ = embed(tokens, target.embedding)
+    x, _ = embed(tokens, target.embedding, factor=_factor((draft.self_norm, draft.qkv), tokens.numel()))
     _write_draft(draft, x, target.rope.table, positions, place)
 
 
@@ -79,11 +79,13 @@ def run_draft(run: DraftPass, tokens: Tensor, positions: Tensor, place: Place, s
     """
     draft, table, attention = run.draft, run.target.rope.table, run.target.attention
     keys, values, entries = place
-    x, stream = embed(tokens, run.target.embedding, run.feature)
+    factor = _factor((draft.self_norm, draft.qkv), tokens.numel())
+    x, stream = embed(tokens, run.target.embedding, run.feature, factor)
     q = _write_draft(draft, x, table, positions, place)
     out = attention.masked(q, keys, values, sees)[0]
-    x, delta = _add_linear(draft.self_output, out.flatten(2), stream)
-    queries, x = _normed_linear(draft.cross_q, draft.cross_norm, x, delta)
+    cross = (draft.cross_norm, draft.cross_q)
+    stream = _add_linear(draft.self_output, out.flatten(2), stream, cross)
+    queries, stream = _normed_linear(cross, stream)
     # Queries alone: no head of the cache takes part.
     queries = rope_write(queries, table, positions, entries, keys[:, :0], values[:, :0])
     outs = [
@@ -91,11 +93,11 @@ def run_draft(run: DraftPass, tokens: Tensor, positions: Tensor, place: Place, s
         for part, caches in zip(queries.chunk(len(run.cross), 2), run.cross, strict=True)
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
-    x, delta = _add_linear(draft.cross_output, out.flatten(2), x)
-    x, delta = _feed_forward(draft.ffn, draft.ffn_norm, x, delta)
+    stream = _add_linear(draft.cross_output, out.flatten(2), stream, (draft.ffn_norm, draft.ffn.gate_up))
+    stream = _feed_forward(draft.ffn, draft.ffn_norm, stream, None)
     if draft.final_norm is not None:
-        return _norm(draft.final_norm, x, delta)[0]
-    return x if delta is None else x + delta
+        return norm_stream(stream, _settings(draft.final_norm))[0]
+    return stream.x if stream.delta is None else stream.x + stream.delta
 
 
 def cross_caches(cache: KVCache, layers: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
@@ -108,44 +110,49 @@ def cross_caches(cache: KVCache, layers: tuple[int, ...]) -> list[tuple[Tensor, 
     return [cache.layer(layer) for layer in layers]
 
 
-def _write_draft(draft: GlideDraft, x: Tensor, table: Tensor, positions: Tensor, place: Place) -> Tensor:
+def _write_draft(draft: GlideDraft, x: Stream, table: Tensor, positions: Tensor, place: Place) -> Tensor:
     """As `write_draft`, for embedded tokens; returns the queries."""
     keys, values, entries = place
-    qkv, _ = _normed_linear(draft.qkv, draft.self_norm, x, None)
+    qkv, _ = _normed_linear((draft.self_norm, draft.qkv), x)
     return rope_write(qkv, table, positions, entries, keys, values)
 
 
-def _norm(norm: RMSNorm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The normed stream and the stream itself."""
-    if delta is None:
-        return rms_norm(x, norm.weight, norm.eps), x
-    return add_rms_norm(x, delta, norm.weight, norm.eps)
+def _settings(norm: RMSNorm) -> Norm:
+    return norm.weight, norm.eps
 
 
-def _normed_linear(linear: Linear, norm: RMSNorm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The projection of the normed stream, and the stream itself."""
-    if covers(x, linear.weight):
-        return few_rows(x, linear.weight, linear.bias, delta, (norm.weight, norm.eps))
-    normed, x = _norm(norm, x, delta)
-    return linear(normed), x
+def _factor(reader: Reader | None, num_rows: int) -> Tensor | None:
+    """The norm's weight, where those who make so many rows of the stream are to do what the norm needs."""
+    return reader[0].weight if reader is not None and folds(num_rows, reader[1].weight) else None
 
 
-def _add_linear(linear: Linear, x: Tensor, stream: Tensor) -> Stream:
-    """The stream with the projection of x added to it."""
-    if covers(x, linear.weight):
-        return few_rows(x, linear.weight, linear.bias, residual=stream)[0], None
-    return stream, linear(x)
+def _normed_linear(reader: Reader, stream: Stream) -> tuple[Tensor, Stream]:
+    """The projection of the normed stream, and the stream with nothing lacking."""
+    norm, linear = reader
+    if covers(stream.x, linear.weight):
+        out, stream = few_rows(stream, linear.weight, linear.bias, _settings(norm))
+        return out.x, stream
+    normed, stream = norm_stream(stream, _settings(norm))
+    return linear(normed), stream
 
 
-def _feed_forward(ffn: FeedForward, norm: RMSNorm, x: Tensor, delta: Tensor | None) -> Stream:
-    """The stream behind the feed-forward."""
-    if covers(x, ffn.gate_up.weight):
-        weight, bias = ffn.gate_up.weight, ffn.gate_up.bias
-        inner, x = few_rows(x, weight, bias, delta, (norm.weight, norm.eps), gated=True)
+def _add_linear(linear: Linear, x: Tensor, stream: Stream, following: Reader | None) -> Stream:
+    """The stream with the projection of x added to it, for `following` to read."""
+    if not covers(x, linear.weight):
+        return Stream(stream.x, linear(x))
+    factor = _factor(following, x.numel() // x.shape[-1])
+    return few_rows(Stream(x), linear.weight, linear.bias, residual=stream.x, factor=factor)[0]
+
+
+def _feed_forward(ffn: FeedForward, norm: RMSNorm, stream: Stream, following: Reader | None) -> Stream:
+    """The stream behind the feed-forward, for `following` to read."""
+    if covers(stream.x, ffn.gate_up.weight):
+        out, stream = few_rows(stream, ffn.gate_up.weight, ffn.gate_up.bias, _settings(norm), gated=True)
+        inner = out.x
     else:
-        normed, x = _norm(norm, x, delta)
+        normed, stream = norm_stream(stream, _settings(norm))
         inner = silu_mul(ffn.gate_up(normed))
-    return _add_linear(ffn.down, inner, x)
+    return _add_linear(ffn.down, inner, stream, following)
 
 
 def _head_norms(attention: SelfAttention) -> tuple[Tensor, Tensor, float] | None:

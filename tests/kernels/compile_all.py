@@ -18,6 +18,7 @@ from longspec.kernels.choose import choose_tokens
 from longspec.kernels.commit import commit_path
 from longspec.kernels.draw import draw_tokens
 from longspec.kernels.embed import embed
+from longspec.kernels.heads import normed_heads
 from longspec.kernels.linear import few_rows
 from longspec.kernels.masked import masked
 from longspec.kernels.noise import gumbel_noise
@@ -97,6 +98,8 @@ def call_models(T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024, E: i
     ahead, _ = few_rows(Stream(halves(1, T, 1536)), halves(E, 1536), residual=x, factor=weight)
     few_rows(ahead, halves(960, E), halves(960), norm)
     few_rows(ahead, halves(3072, E), None, norm, gated=True)
+    for stream, bias in ((Stream(x), None), (ahead, halves(960))):
+        normed_heads(stream, norm, halves(960, E), bias, table, places, places, k, k)
     few_rows(Stream(halves(1, T, 4096)), halves(4096, 4096))
     few_rows(Stream(halves(1, T, 4096)), halves(28672, 4096), gated=True)
 

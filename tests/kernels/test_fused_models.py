@@ -26,6 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "qkv_bias": False},
     "qwen2": {},
     "qwen3": {"family": "qwen3", "qkv_bias": False, "qk_norm": True},
+    "wide heads": {"head_dim": 32},  # such as rope can be done to in the product that makes them
 }
 
 
@@ -68,7 +69,7 @@ def answers(
     ("sampling", "ours"), [(Sampling(), False), (Sampling(0.8, top_p=0.9), True)], ids=["greedy", "sampled"]
 )
 def test_a_draft_proposes_the_same(sampling: Sampling, ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target(3, vocab_size=40).to(DEVICE)
+    target = tiny_target(3, vocab_size=40, head_dim=32 if ours else 8).to(DEVICE)
     config = DraftConfig(window=6, cross_layers=(0, 1), use_feature=True, final_norm=True, qkv_bias=False)
     # Layers that do not stand evenly, and a vocabulary of its own.
     other = DraftConfig(window=6, cross_layers=(1, 0), draft_vocab=20)

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from longspec.kernels import launch
+from longspec.kernels import attention, launch
 from longspec.kernels.attention import attend
 from longspec.kernels.choose import choose_tokens
 from longspec.kernels.commit import commit_path
@@ -75,7 +75,8 @@ def halves(*shape: int) -> torch.Tensor:
 def call_models(T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024, E: int = 576) -> None:
     """What target and draft call for a tree of T nodes."""
     q, k, lengths = halves(1, T, H, D), halves(1, K, S, D), numbers(1)
-    attend(q, k, k, lengths, torch.ones(1, T, T, dtype=torch.bool))
+    for attention.SHORT in (S, 0):
+        attend(q, k, k, lengths, torch.ones(1, T, T, dtype=torch.bool))
     attend(q[:, :1].contiguous(), k, k, lengths)
     attend(q, k, k, lengths, None, False, 4, 256)
     attend(halves(1, T, 3 * H, D), halves(3, 1, K, S, D), halves(3, 1, K, S, D), lengths, None, False)

@@ -138,6 +138,8 @@ class DraftConfig:
     final_norm: bool = False
     draft_vocab: int = 0
     """How many tokens its head can propose; 0 is the whole vocabulary."""
+    intermediate_size: int = 0
+    """The width of its feed-forward; 0 is the target's."""
 
     def __post_init__(self) -> None:
         for name in ("window", "max_lag"):
@@ -150,15 +152,24 @@ class DraftConfig:
             raise UserError(
                 f"the draft config has draft_vocab = {self.draft_vocab}; 0 is the whole vocabulary"
             )
+        if self.intermediate_size < 0:
+            raise UserError(
+                f"the draft config has intermediate_size = {self.intermediate_size}; 0 is the target's"
+            )
 
     def num_parameters(self, target: ModelConfig) -> int:
         """Weights in the draft, without the target's embedding and head."""
         hidden, heads = target.hidden_size, target.num_heads * target.head_dim
         num_qkv = heads + 2 * target.num_kv_heads * target.head_dim
         num_cross = len(self.layers_of(target)) * heads
-        own = hidden * (num_qkv + heads) + 2 * hidden * num_cross + 3 * hidden * target.intermediate_size
+        ffn = 3 * hidden * self.ffn_size(target)
+        own = hidden * (num_qkv + heads) + 2 * hidden * num_cross + ffn
         bias = (num_qkv + num_cross) * self.qkv_bias
         return own + bias + hidden * hidden * self.use_feature + hidden * (3 + self.final_norm)
+
+    def ffn_size(self, target: ModelConfig) -> int:
+        """How wide its feed-forward is."""
+        return self.intermediate_size or target.intermediate_size
 
     def layers_of(self, target: ModelConfig) -> tuple[int, ...]:
         """`cross_layers` as indices into the target's layers."""

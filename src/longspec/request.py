@@ -53,6 +53,7 @@ class Options(TypedDict, total=False):
     gamma: int
     tree_shape: Sequence[int]
     max_nodes: int | None
+    num_copied: int
     acceptance: str
     min_confidence: float
     sinks: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def test_a_loop_at_the_end_does_not_flatter_tau() -> None:
 def test_the_best_nodes_of_a_larger_tree_are_asked_for_by_label() -> None:
     options = read_method("tree:8x32@64")
     assert (options.tree_shape, options.max_nodes) == ((8, 32), 64)
+    assert read_method("tree:8x32@64+12") == replace(options, num_copied=12)
     for label in ("seq:4@8", "tree:8x8@many"):
         with pytest.raises(UserError, match="@ is for trees"):
             read_method(label)
@@ -68,7 +70,8 @@ def test_tau_by_context_goes_from_a_file_into_the_drafts_folder(
         "--source",
         str(source),
     ]
-    command += ["--lengths", "100,180", "--limit", "2", "--methods", "seq:3,tree:2x2x2,tree:2x4x4@5"]
+    methods = "seq:3,tree:2x2x2,tree:2x4x4@5,tree:2x4x4@9+3"
+    command += ["--lengths", "100,180", "--limit", "2", "--methods", methods]
     command += ["--max-new-tokens", "12", "--repeats", "1", "--device", "cpu", "--output", str(run), "--json"]
     assert main(command) == 0
     figures = json.loads(capsys.readouterr().out)["figures"]
@@ -80,7 +83,7 @@ def test_tau_by_context_goes_from_a_file_into_the_drafts_folder(
     for _ in range(2):  # a second time it replaces what it wrote
         assert main(["bench", "acceptance", str(run), "--draft", str(draft)]) == 0
     table = load_draft(draft, target, "tiny").acceptance
-    assert (len(table["chain"]), list(table["trees"])) == (3, ["2,2,2"])
+    assert (len(table["chain"]), list(table["trees"])) == (3, ["2,2,2", "2,4,4/5"])
     first = sum(1 for row in rows if row["method"] == "seq:3" for depth in row["depths"][0] if depth == 1)
     rounds = sum(row["rounds"] for row in rows if row["method"] == "seq:3")
     assert table["chain"][0] == pytest.approx(first / rounds, abs=1e-4)

@@ -68,7 +68,11 @@ def test_the_plan_is_what_is_taken(
 def test_a_drafts_weights_are_counted(use_feature: bool, qkv_bias: bool) -> None:
     target = tiny_target(num_heads=6, intermediate_size=20).config
     config = DraftConfig(
-        cross_layers=(0, 1), use_feature=use_feature, qkv_bias=qkv_bias, final_norm=use_feature
+        cross_layers=(0, 1),
+        use_feature=use_feature,
+        qkv_bias=qkv_bias,
+        final_norm=use_feature,
+        intermediate_size=24 * use_feature,
     )
     built = GlideDraft(target, config)
     assert config.num_parameters(target) == sum(weight.numel() for weight in built.parameters())

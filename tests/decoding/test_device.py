@@ -58,6 +58,7 @@ def test_device_rounds_say_what_vanilla_says(sampling: Sampling, shape: tuple[in
     methods: list[Method] = [
         Vanilla(),
         Glide(draft, DraftHead(target, None), shape, 6, draws=False, name="tree"),
+        Glide(draft, DraftHead(target, None), shape, 8, draws=False, name="tree", num_copied=5),
         MagicDec(len(shape), sinks=1, window=4, draws=False),
         *(ScriptedGlide(target, texts, script, shape) for script in SCRIPTS.values()),
     ]
@@ -134,8 +135,9 @@ class Fitful(Guarded):
         self._account.balance = -1.0 if self.booked % 3 else 1.0
 
 
+@pytest.mark.parametrize("num_copied", [0, 6])
 @pytest.mark.parametrize("meanwhile", ["rest", "rest on the device", "copying"])
-def test_after_a_rest_the_draft_proposes_what_it_would_have(meanwhile: str) -> None:
+def test_after_a_rest_the_draft_proposes_what_it_would_have(meanwhile: str, num_copied: int) -> None:
     """Its own keys and values must follow through the rounds in which it is not asked."""
     target = tiny_target(vocab_size=11)
     draft = GlideDraft(target.config, DraftConfig(window=8, max_lag=8, use_feature=True))
@@ -149,7 +151,8 @@ def test_after_a_rest_the_draft_proposes_what_it_would_have(meanwhile: str) -> N
             return tree
 
     def glide(kind: type[Glide]) -> Glide:
-        return kind(draft, DraftHead(target, None), (3, 3), None, draws=False, name="tree")
+        head = DraftHead(target, None)
+        return kind(draft, head, (3, 3), None, draws=False, name="tree", num_copied=num_copied)
 
     row, sampling = Row(PROMPTS[0], 3, 40), Sampling(1.5)
     state = start(target, target.new_cache(1, 64), [row], sampling)

@@ -202,6 +202,7 @@ def test_a_random_draft_changes_nothing(drafting: LongSpec, options: dict[str, A
         {"method": "seq", "gamma": 6, "min_confidence": 0.01},
         {"method": "tree"},
         {"method": "tree", "max_nodes": 9},
+        {"method": "tree", "max_nodes": 24, "num_copied": 12},
     ]
     for method in methods:
         drafting.reset()
@@ -255,7 +256,7 @@ def test_draft_memory_is_the_same_at_any_context(drafting: LongSpec) -> None:
 class RandomTrees:
     """Proposes any trees at all, with the right tokens sprinkled in."""
 
-    name, num_nodes = "random", 12
+    name, num_nodes, depth = "random", 12, 11
     tree_shape: tuple[int, ...] | None = None
     device_key: tuple[Hashable, ...] | None = None
 
@@ -395,6 +396,7 @@ def decoded_alone(target: Transformer, prompt: list[int]) -> list[int]:
         ({"method": "tree", "tree_shape": (600,)}, "601 nodes"),
         ({"method": "tree", "tree_shape": (1,) * 9}, "a depth of 9"),
         ({"method": "tree", "max_nodes": 1}, "max_nodes is 1"),
+        ({"method": "tree", "num_copied": 65}, "num_copied is 65"),
         ({"method": "seq", "min_confidence": 1.5}, "min_confidence is 1.5"),
         ({"method": "seq", "min_confidence": "high"}, "min_confidence is 'high'"),
         ({"method": "magicdec", "window": 0}, "window is 0"),

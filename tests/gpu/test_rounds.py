@@ -27,6 +27,7 @@ METHODS = {
     "vanilla": MethodOptions("vanilla"),
     "seq": MethodOptions("seq", gamma=4),
     "tree": MethodOptions("tree", tree_shape=(4, 8, 8), max_nodes=16),
+    "copying": MethodOptions("tree", tree_shape=(4, 8, 8), max_nodes=16, num_copied=6),
     "magicdec": MethodOptions("magicdec", gamma=3, sinks=2, window=6),
     "lookup": MethodOptions("lookup", gamma=4),
 }

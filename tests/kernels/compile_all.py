@@ -12,16 +12,19 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from longspec.kernels import launch
+from longspec.decoding.copied import DOUBT, FADE, LEAST, MOST
+from longspec.kernels import attention, launch
 from longspec.kernels.attention import attend
 from longspec.kernels.choose import choose_tokens
 from longspec.kernels.commit import commit_path
+from longspec.kernels.copied import graft_copied
 from longspec.kernels.draw import draw_tokens
 from longspec.kernels.embed import embed
+from longspec.kernels.heads import normed_heads
 from longspec.kernels.linear import few_rows
 from longspec.kernels.masked import masked
 from longspec.kernels.noise import gumbel_noise
-from longspec.kernels.norm import add_rms_norm, rms_norm
+from longspec.kernels.norm import Stream, add_rms_norm, rms_norm
 from longspec.kernels.rope import rope_write
 from longspec.kernels.settle import settle_round
 from longspec.kernels.silu import silu_mul
@@ -74,7 +77,8 @@ def halves(*shape: int) -> torch.Tensor:
 def call_models(T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024, E: int = 576) -> None:
     """What target and draft call for a tree of T nodes."""
     q, k, lengths = halves(1, T, H, D), halves(1, K, S, D), numbers(1)
-    attend(q, k, k, lengths, torch.ones(1, T, T, dtype=torch.bool))
+    for attention.SHORT in (S, 0):
+        attend(q, k, k, lengths, torch.ones(1, T, T, dtype=torch.bool))
     attend(q[:, :1].contiguous(), k, k, lengths)
     attend(q, k, k, lengths, None, False, 4, 256)
     attend(halves(1, T, 3 * H, D), halves(3, 1, K, S, D), halves(3, 1, K, S, D), lengths, None, False)
@@ -87,12 +91,20 @@ def call_models(T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024, E: i
     rope_write(qkv, table, places, places, k, k)
     rope_write(qkv, table, places, places, k, k, (halves(D), halves(D), 1e-6))
     silu_mul(halves(1, T, 3072))
-    few_rows(x, halves(960, E), halves(960), x, (weight, 1e-5))
-    few_rows(x, halves(3072, E), None, x, (weight, 1e-5), gated=True)
-    few_rows(x[:, :1], halves(3072, E), None, x[:, :1], (weight, 1e-5), gated=True)
-    few_rows(halves(1, T, 1536), halves(E, 1536))
-    few_rows(halves(1, T, 4096), halves(4096, 4096))
-    few_rows(halves(1, T, 4096), halves(28672, 4096), gated=True)
+    norm, lone = (weight, 1e-5), Stream(x[:, :1])
+    few_rows(Stream(x, x), halves(960, E), halves(960), norm)
+    few_rows(Stream(x, x), halves(3072, E), None, norm, gated=True)
+    few_rows(lone, halves(3072, E), None, norm, gated=True)
+    few_rows(Stream(lone.x, lone.x), halves(960, E), None, norm)
+    few_rows(Stream(halves(1, 1, 1536)), halves(E, 1536), residual=lone.x)
+    few_rows(Stream(halves(1, T, 1536)), halves(E, 1536), residual=x)
+    ahead, _ = few_rows(Stream(halves(1, T, 1536)), halves(E, 1536), residual=x, factor=weight)
+    few_rows(ahead, halves(960, E), halves(960), norm)
+    few_rows(ahead, halves(3072, E), None, norm, gated=True)
+    for stream, bias in ((Stream(x), None), (ahead, halves(960))):
+        normed_heads(stream, norm, halves(960, E), bias, table, places, places, k, k)
+    few_rows(Stream(halves(1, T, 4096)), halves(4096, 4096))
+    few_rows(Stream(halves(1, T, 4096)), halves(28672, 4096), gated=True)
 
 
 def call_rounds(N: int, V: int = 49152, window: int = 512) -> None:
@@ -107,10 +119,13 @@ def call_rounds(N: int, V: int = 49152, window: int = 512) -> None:
     gumbel_noise(numbers(N), numbers(N), torch.arange(V))
     draw_tokens(logits, torch.zeros(N), numbers(N), numbers(N))
     embed(parents, halves(V, 576))
-    embed(parents, halves(V, 576), halves(1, 1, 576))
+    embed(parents, halves(V, 576), halves(1, 1, 576), halves(576))
     tree_sees(parents, 5, lengths)
     level_places(numbers(1, window + N + 1), lengths, parents, range(1, 9), 2, window)
     claim_newest(numbers(1, 6), lengths, lengths, numbers(1, window + N + 1), window, tree)
+    text = numbers(1, 1025)
+    claim_newest(numbers(1, 6), lengths, lengths, numbers(1, window + N + 1), window, tree, text)
+    graft_copied(tree, 68, text, numbers(1), lengths, (LEAST, MOST, DOUBT, FADE))
     prune(parents, parents, torch.zeros(1, N), N // 2)
     running, emitted, report = torch.zeros(1, dtype=torch.bool), numbers(1, 6), numbers(1, 7)
     state = (running, emitted, numbers(1), report, halves(1, 576))

@@ -16,6 +16,7 @@ from longspec.decoding.device import RoundStore
 from longspec.decoding.loop import decode, start
 from longspec.decoding.methods.glide import Glide
 from longspec.decoding.row import Row
+from longspec.kernels import linear
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.target import Transformer
 from tests.decoding.scripted import tiny_target
@@ -25,12 +26,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "qkv_bias": False},
     "qwen2": {},
     "qwen3": {"family": "qwen3", "qkv_bias": False, "qk_norm": True},
+    "wide heads": {"head_dim": 32},  # such as rope can be done to in the product that makes them
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_target(family: str) -> None:
-    target = tiny_target(3, vocab_size=40, num_layers=3, **FAMILIES[family]).to(DEVICE)
+@pytest.mark.parametrize(("small", "ffn"), [(0, 24), (400, 24), (1100, 80), (linear._SMALL, 24)])
+def test_the_target(family: str, small: int, ffn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What counts as small decides who multiplies: a library, our kernels, or either by turns.
+    monkeypatch.setattr(linear, "_SMALL", small)
+    shape = {"vocab_size": 40, "num_layers": 3, "intermediate_size": ffn, **FAMILIES[family]}
+    target = tiny_target(3, **shape).to(DEVICE)
     tokens = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=DEVICE)
     found = []
@@ -62,9 +68,16 @@ def answers(
 @pytest.mark.parametrize(
     ("sampling", "ours"), [(Sampling(), False), (Sampling(0.8, top_p=0.9), True)], ids=["greedy", "sampled"]
 )
-def test_a_draft_proposes_the_same(sampling: Sampling, ours: bool) -> None:
-    target = tiny_target(3, vocab_size=40).to(DEVICE)
-    config = DraftConfig(window=6, cross_layers=(0, 1), use_feature=True, final_norm=True, qkv_bias=False)
+def test_a_draft_proposes_the_same(sampling: Sampling, ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(3, vocab_size=40, head_dim=32 if ours else 8).to(DEVICE)
+    config = DraftConfig(
+        window=6,
+        cross_layers=(0, 1),
+        use_feature=True,
+        final_norm=True,
+        qkv_bias=False,
+        intermediate_size=96,
+    )
     # Layers that do not stand evenly, and a vocabulary of its own.
     other = DraftConfig(window=6, cross_layers=(1, 0), draft_vocab=20)
     draft = GlideDraft(target.config, config if ours else other)
@@ -75,7 +88,8 @@ def test_a_draft_proposes_the_same(sampling: Sampling, ours: bool) -> None:
     target.attention = choose_backend("torch")
     plain = answers(target, draft, sampling, None)
     target.attention = choose_backend("triton")
-    for store in (None, RoundStore()):
+    for store, small in ((RoundStore(), linear._SMALL), (None, 0)):
+        monkeypatch.setattr(linear, "_SMALL", small)  # with 0, a library multiplies
         fused = answers(target, draft, sampling, store)
         assert [row.tokens for row in fused] == [row.tokens for row in plain]
         assert [row.depths for row in fused] == [row.depths for row in plain]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from longspec.cache import DraftCache, KVCache
@@ -14,10 +13,9 @@ from longspec.decoding.device import Board, _settle, _settle_fused
 from longspec.decoding.loop import DecodeState, start
 from longspec.decoding.row import Row
 from longspec.decoding.tree import TokenTree, ancestors
-from longspec.kernels.linear import few_rows
 from longspec.kernels.tree import claim_newest, level_places, prune, tree_sees
 from tests.decoding.scripted import tiny_target
-from tests.kernels.test_fused import DEVICE, DTYPES, TOLERANCE
+from tests.kernels.test_fused import DEVICE
 
 
 def random_levels(B: int, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -130,31 +128,3 @@ def test_a_round_is_settled_alike(shape: tuple[int, ...]) -> None:
             found.append((*told, *left))
         for plain, fused in zip(*found, strict=True):
             assert torch.equal(plain, fused)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("R", "I", "O"), [(1, 576, 960), (1, 4100, 24), (7, 48, 33), (20, 100, 2100), (64, 256, 64)]
-)
-def test_products_of_few_rows(dtype: torch.dtype, R: int, I: int, O: int) -> None:  # noqa: E741
-    generator = torch.Generator().manual_seed(R)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
-
-    x, delta, norm, bias = draw(1, R, I), draw(1, R, I), draw(I), draw(O)
-    weight = draw(O, I) / I**0.5
-    bound = 4 * TOLERANCE[dtype]
-    out, total = few_rows(x, weight, bias, delta, (norm, 1e-5))
-    assert torch.equal(total, x + delta)
-    normed = F.rms_norm(total.double(), (I,), norm.double(), 1e-5)
-    torch.testing.assert_close(
-        out.double(), normed @ weight.double().T + bias.double(), atol=bound, rtol=bound
-    )
-    out, same = few_rows(x, weight)
-    assert same is x
-    torch.testing.assert_close(out.double(), x.double() @ weight.double().T, atol=bound, rtol=bound)
-    gate_up, bias = draw(2 * O, I) / I**0.5, draw(2 * O)
-    out, _ = few_rows(x, gate_up, bias, gated=True)
-    gate, up = (x.double() @ gate_up.double().T + bias.double()).chunk(2, -1)
-    torch.testing.assert_close(out.double(), F.silu(gate) * up, atol=bound, rtol=bound)

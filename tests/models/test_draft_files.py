@@ -19,7 +19,13 @@ from longspec.models.target import Transformer
 from tests.decoding.scripted import tiny_target
 
 OURS = DraftConfig(
-    window=9, max_lag=3, cross_layers=(0, -1), use_feature=True, final_norm=True, draft_vocab=5
+    window=9,
+    max_lag=3,
+    cross_layers=(0, -1),
+    use_feature=True,
+    final_norm=True,
+    draft_vocab=5,
+    intermediate_size=40,
 )
 
 

@@ -28,7 +28,13 @@ from tests.train.reference import document_logits, reference_loss
 CONFIGS = {
     "published": DraftConfig(window=8, max_lag=4),
     "ours": DraftConfig(
-        window=8, max_lag=4, cross_layers=(0, 1, -1), use_feature=True, qkv_bias=False, final_norm=True
+        window=8,
+        max_lag=4,
+        cross_layers=(0, 1, -1),
+        use_feature=True,
+        qkv_bias=False,
+        final_norm=True,
+        intermediate_size=48,
     ),
     "small vocabulary": DraftConfig(window=8, max_lag=4, use_feature=True, draft_vocab=60),
 }

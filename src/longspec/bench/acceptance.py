@@ -11,6 +11,7 @@ from longspec.bench.folder import Row, read_run
 from longspec.bench.markdown import name_of, table
 from longspec.bench.runners import accepted_by_depth, read_method
 from longspec.bench.summary import summarise
+from longspec.decoding.expected import tree_name
 from longspec.errors import UserError
 from longspec.models.files import read_json, write_whole
 
@@ -49,8 +50,8 @@ def acceptance_table(rows: Sequence[Row]) -> dict[str, Any]:
         shares = _shares(own, depth)
         if options.method == "seq":
             chains[depth] = shares
-        elif options.max_nodes is None:  # a pruned tree is not what `auto` would draft
-            trees[",".join(map(str, options.tree_shape))] = shares
+        elif not options.num_copied:  # what is copied is not the draft's
+            trees[tree_name(options)] = shares
     return ({"chain": chains[max(chains)]} if chains else {}) | ({"trees": trees} if trees else {})
 
 

@@ -17,7 +17,8 @@ class _Watched:
     """A method whose proposing is timed."""
 
     def __init__(self, method: Method, now: Callable[[], float]) -> None:
-        self.name, self.tree_shape, self.num_nodes = method.name, method.tree_shape, method.num_nodes
+        self.name, self.tree_shape = method.name, method.tree_shape
+        self.num_nodes, self.depth = method.num_nodes, method.depth
         # The host holds the watch.
         self.device_key: tuple[Hashable, ...] | None = None
         self._method, self._now = method, now

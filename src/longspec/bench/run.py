@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from longspec.api import LongSpec
@@ -64,6 +65,22 @@ def measure(
     Before a method is timed on a kind of prompt it answers one of them untimed.
     """
     assert runners[0].label == "vanilla"
+    gc.collect()
+    # What is there by now stays there: collecting a row's own garbage need not look through it all again.
+    gc.freeze()
+    try:
+        _measure(model, runners, plan, folder, on_row)
+    finally:
+        gc.unfreeze()
+
+
+def _measure(
+    model: LongSpec,
+    runners: Sequence[Runner],
+    plan: Plan,
+    folder: RunFolder,
+    on_row: Callable[[int], None],
+) -> None:
     done = {row_key(row): row for row in folder.rows}
     warm: set[tuple[str, str, str]] = set()
     for place in _places(plan):
@@ -87,17 +104,15 @@ def measure(
 
 
 def _places(plan: Plan) -> list[Place]:
+    """In order. Temperatures one after the other: on a GPU, rounds are captured for each of them."""
     places = []
-    for repeat in range(plan.repeats):
+    for repeat, temperature in product(range(plan.repeats), plan.temperatures):
         for workload in plan.workloads:
             kinds: set[str] = set()
             for seed, item in enumerate(workload.items):
                 first = item.kind not in kinds
                 kinds.add(item.kind)
-                places += [
-                    Place(workload.name, item, seed, temperature, repeat, first)
-                    for temperature in plan.temperatures
-                ]
+                places.append(Place(workload.name, item, seed, temperature, repeat, first))
     return places
 
 

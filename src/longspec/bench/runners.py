@@ -76,6 +76,7 @@ class OurMethod:
             "gamma": self._method.gamma,
             "tree_shape": self._method.tree_shape,
             "max_nodes": self._method.max_nodes,
+            "num_copied": self._method.num_copied,
         }
         return cast("Options", given)
 
@@ -110,14 +111,18 @@ def read_method(label: str) -> MethodOptions:
     """What a label of `--methods` means: a method, and behind a colon its size.
 
     lookup:6, seq:4 and magicdec:4 say the chain's length, tree:4x16x16 the nodes per depth; tree:8x32x32@64
-    verifies only the best 64 nodes of it, the root counted.
+    verifies only the best 64 nodes of it, the root counted, and tree:8x32x32@64+12 copies up to 12 tokens.
     """
     name, _, size = label.partition(":")
     options = MethodOptions(name)
+    size, copies, copied = size.partition("+")
     size, pruned, most = size.partition("@")
     if pruned and (name != "tree" or not most.isdecimal()):
         raise UserError(f"method {label!r}: @ is for trees, with a number of nodes; write tree:8x32x32@64")
+    if copies and (name != "tree" or not copied.isdecimal()):
+        raise UserError(f"method {label!r}: + is for trees, with a number of tokens; write tree:8x32x32+12")
     options = replace(options, max_nodes=int(most)) if pruned else options
+    options = replace(options, num_copied=int(copied)) if copies else options
     if not size:
         return options
     try:

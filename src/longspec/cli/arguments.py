@@ -98,6 +98,12 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-nodes", type=int, metavar="N", help="verify only the best N nodes (all)")
     group.add_argument(
+        "--num-copied",
+        type=int,
+        metavar="N",
+        help="tree: copy up to N tokens from where the text said the same before (0)",
+    )
+    group.add_argument(
         "--acceptance",
         help="coupled: the same tokens as vanilla (default); rejection: the same distribution when sampling",
     )

@@ -100,7 +100,7 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
         default="auto,lookup",
         metavar="M,M,...",
         help="besides vanilla; with a size: lookup:6, seq:4, magicdec:4, tree:4x16x16, and "
-        "tree:8x32x32@64 for its best 64 nodes (%(default)s)",
+        "tree:8x32x32@64 for its best 64 nodes, +12 behind it to copy up to 12 tokens (%(default)s)",
     )
 
 

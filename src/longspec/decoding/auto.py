@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longspec.decoding.expected import chain_length, gain, num_nodes, tree_name, tree_named
@@ -21,6 +21,8 @@ REPLAYED_CHAINS = (2, 4)
 MOST_NODES_ON_CPU = 16
 # Between rounds of the host a chain may end where the draft doubts: a pass of the draft is saved.
 MIN_CONFIDENCE = 0.2
+# Where rounds are replayed, trees copy as well: up to so many tokens.
+NUM_COPIED = 12
 # What verifying a looked-up chain may cost, in steps: what is copied is often right at length, and where it
 # is not, the guard sees to it.
 LOOKUP_COST = 1.6
@@ -65,7 +67,8 @@ def candidates(
     for tree in trees:
         small = num_nodes(tree) <= MOST_NODES_ON_CPU or not on_cpu
         if small and len(tree.tree_shape) <= deepest:
-            found[f"tree {tree_name(tree)}"] = tree
+            copying = replace(tree, num_copied=NUM_COPIED if replays else 0)
+            found[f"tree {tree_name(tree)}"] = copying
     return found
 
 

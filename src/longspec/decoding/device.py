@@ -55,7 +55,7 @@ class Board:
 
 def width_of(method: Method) -> int:
     """The most tokens that a round can emit."""
-    return len(method.tree_shape or ()) + 1
+    return method.depth + 1
 
 
 def device_round(state: DecodeState, method: Method, board: Board) -> None:

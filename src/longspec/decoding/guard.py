@@ -67,7 +67,7 @@ class Resting:
     """The target alone, while a method follows what it says and could go on at any round."""
 
     name = "vanilla"
-    num_nodes = 1
+    num_nodes, depth = 1, 0
     tree_shape: tuple[int, ...] | None = None
 
     def __init__(self, method: Method) -> None:
@@ -102,12 +102,14 @@ class Guarded:
     """
 
     def __init__(self, method: Method, prices: Prices, copying: Copying | None = None) -> None:
-        self.name, self.tree_shape, self.num_nodes = method.name, method.tree_shape, method.num_nodes
+        self.name, self.tree_shape = method.name, method.tree_shape
+        self.num_nodes, self.depth = method.num_nodes, method.depth
         self.device_key: tuple[Hashable, ...] | None = method.device_key
         self.method, self._resting = method, Resting(method)
         self._prices, self._account, self._copying = prices, Account(), copying
         if copying is not None:
             self.num_nodes = max(self.num_nodes, copying[0].num_nodes)
+            self.depth = max(self.depth, copying[0].depth)
         self._last: tuple[int, Prices] | None = None
 
     @property

@@ -56,6 +56,8 @@ class Method(Protocol):
     name: str
     num_nodes: int
     """Most nodes of a tree it proposes: room that the cache must have beyond the text."""
+    depth: int
+    """Most tokens that one of its trees may have accepted."""
     tree_shape: tuple[int, ...] | None
     device_key: tuple[Hashable, ...] | None
     """What tells this method's rounds from those of others where they need nothing of the host; else None."""

@@ -157,7 +157,7 @@ class _Chain:
     device_key: tuple[Hashable, ...] | None = None
 
     def __init__(self, gamma: int) -> None:
-        self.num_nodes = gamma + 1
+        self.num_nodes, self.depth = gamma + 1, gamma
 
     def begin(self, state: DecodeState) -> None:
         """Nothing to do."""

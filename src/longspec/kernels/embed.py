@@ -8,15 +8,20 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.launch import await_turn, overlap
+from longspec.kernels.norm import MOST_ROWS, Ahead, Stream
+
+_BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _embed_kernel(
-    tokens, table, added, out, total, num_tokens, tokens_b, size,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
+    tokens, table, added, factor, scaled, squares, out, total, num_tokens, tokens_b, size,
+    BLOCK: tl.constexpr, MOST: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    await_turn(OVERLAP)
     place, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if AHEAD:
+        scale = tl.load(factor + i, mask=i < size, other=0.0).to(tl.float32)
+    await_turn(OVERLAP)
     b = place // num_tokens
     token = tl.load(tokens + b * tokens_b + place % num_tokens)
     value = tl.load(table + token * size + i, mask=i < size, other=0.0)
@@ -24,17 +29,26 @@ def _embed_kernel(
     if ADD:
         more = tl.load(added + b * size + i, mask=i < size, other=0.0)
         tl.store(total + place * size + i, value + more, mask=i < size)
+    if AHEAD:
+        wide = value.to(tl.float32)
+        tl.store(scaled + place * size + i, (wide * scale).to(value.dtype), mask=i < size)
+        tl.store(squares + tl.program_id(1) * MOST + place, tl.sum(wide * wide, 0))
 
 
-def embed(tokens: Tensor, table: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def embed(
+    tokens: Tensor, table: Tensor, added: Tensor | None = None, factor: Tensor | None = None
+) -> tuple[Stream, Stream]:
     """The rows of table [V, E] that tokens, int64 [B, T], name, [B, T, E]; and their sum with `added`
-    [B, 1, E], or themselves again."""
+    [B, 1, E], or themselves again. With `factor`, the weight of a norm to come, the first has `ahead`."""
     (B, T), size = tokens.shape, table.shape[1]
     assert tokens.stride(1) == 1 or T == 1, "a row's tokens must lie side by side"
     out = torch.empty(B, T, size, dtype=table.dtype, device=table.device)
     total = out if added is None else torch.empty_like(out)
-    _embed_kernel[(B * T, triton.cdiv(size, 1024))](
-        tokens, table, table if added is None else added.contiguous(), out, total, T, tokens.stride(0), size,
-        BLOCK=1024, ADD=added is not None, **overlap(table.device),
+    num_parts = triton.cdiv(size, _BLOCK)
+    ahead = None if factor is None else Ahead.empty(factor, out, num_parts)
+    _embed_kernel[(B * T, num_parts)](
+        tokens, table, table if added is None else added.contiguous(), *(ahead or (out, out, out)),
+        out, total, T, tokens.stride(0), size,
+        BLOCK=_BLOCK, MOST=MOST_ROWS, ADD=added is not None, AHEAD=ahead is not None, **overlap(table.device),
     )  # fmt: skip
-    return out, total
+    return Stream(out, ahead=ahead), Stream(total)

@@ -1,6 +1,9 @@
-"""Residual and RMSNorm in one launch."""
+"""The residual stream between two products, and its RMSNorm in one launch."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -8,6 +11,42 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.launch import await_turn, overlap
+
+# Rows that count as few. Of more, a library's products are faster, and launches do not matter.
+MOST_ROWS = 64
+
+Norm = tuple[Tensor, float]
+"""An RMSNorm's weight [E] and eps."""
+
+
+class Ahead(NamedTuple):
+    """All that a norm needs, made by whoever made the stream, so that the norm takes no launch of its own."""
+
+    factor: Tensor
+    """The norm's weight [E]."""
+    scaled: Tensor
+    """The stream times that."""
+    squares: Tensor
+    """Sums of the stream's squares over parts of its numbers, fp32 [parts, MOST_ROWS]; what stands behind
+    the stream's own rows is nobody's."""
+
+    @classmethod
+    def empty(cls, factor: Tensor, stream: Tensor, num_parts: int) -> Ahead:
+        """Room for it."""
+        assert stream.numel() <= MOST_ROWS * stream.shape[-1], "only of few rows a norm is made ahead"
+        squares = stream.new_empty(num_parts, MOST_ROWS, dtype=torch.float32)
+        return cls(factor, torch.empty_like(stream), squares)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream between two products."""
+
+    x: Tensor
+    """[..., E]"""
+    delta: Tensor | None = None
+    """What it still lacks, where a library made that: the next norm adds it."""
+    ahead: Ahead | None = None
 
 
 @triton.jit
@@ -30,6 +69,14 @@ def _norm_kernel(
     scale = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
     result = value * scale * factor
     tl.store(normed + row * size + i, result.to(normed.dtype.element_ty), mask=inside)
+
+
+def norm_stream(stream: Stream, norm: Norm) -> tuple[Tensor, Stream]:
+    """The normed stream, and the stream with nothing lacking."""
+    if stream.delta is None:
+        return rms_norm(stream.x, *norm), stream
+    normed, x = add_rms_norm(stream.x, stream.delta, *norm)
+    return normed, Stream(x)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -104,10 +104,11 @@ def level_places(
     return sees, positions, entries
 
 
-@triton.jit(do_not_specialize=["width", "window", "num_entries", "num_nodes"])
+@triton.jit(do_not_specialize=["width", "window", "num_entries", "num_nodes", "text_b"])
 def _claim_kernel(
-    tokens, num_new, lengths, held, positions, entries, roots, parents, scores,
-    width, window, num_entries, num_nodes, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
+    tokens, num_new, lengths, held, positions, entries, roots, parents, scores, text,
+    width, window, num_entries, num_nodes, text_b, WIDTH: tl.constexpr, TEXT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     await_turn(OVERLAP)
     b, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
@@ -121,22 +122,32 @@ def _claim_kernel(
     tl.store(positions + b * width + i, position, mask=i < width)
     tl.store(entries + b * width + i, entry, mask=i < width)
     tl.store(held + b * num_entries + entry, position, mask=wanted & (i < width))
+    if TEXT:
+        token = tl.load(tokens + b * width + i, mask=wanted & (i < width))
+        tl.store(text + b * text_b + position, token, mask=wanted & (i < width))
 
 
 def claim_newest(
-    tokens: Tensor, num_new: Tensor, lengths: Tensor, held: Tensor, window: int, tree: Levels
+    tokens: Tensor,
+    num_new: Tensor,
+    lengths: Tensor,
+    held: Tensor,
+    window: int,
+    tree: Levels,
+    text: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Where the newest tokens stand, in the text and in the draft's ring, int64 [B, W] each.
 
     Of a row's tokens [B, W] the first num_new [B] count, the last of which is the root: it stands at
-    lengths [B], and the tree begins with it. `held` (see `level_places`) learns of them; the others go where
-    nobody looks.
+    lengths [B], and the tree begins with it. `held` (see `level_places`) learns of them, and so does a text
+    [B, S]; the others go where nobody looks.
     """
     (B, S), width = held.shape, tokens.shape[1]
     positions, entries = torch.empty(2, B, width, dtype=torch.int64, device=held.device).unbind(0)
     _claim_kernel[(B,)](
-        tokens, num_new, lengths, held, positions, entries, *tree, width, window, S, tree[0].shape[1],
-        WIDTH=triton.next_power_of_2(width), **overlap(held.device),
+        tokens, num_new, lengths, held, positions, entries, *tree, tokens if text is None else text,
+        width, window, S, tree[0].shape[1], 0 if text is None else text.stride(0),
+        WIDTH=triton.next_power_of_2(width), TEXT=text is not None, **overlap(held.device),
     )  # fmt: skip
     return positions, entries
 

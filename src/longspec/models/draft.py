@@ -58,7 +58,7 @@ class GlideDraft(nn.Module):
         self.cross_q = Linear(E, self.num_cross * target.num_heads * D, config.qkv_bias)
         self.cross_output = Linear(self.num_cross * target.num_heads * D, E)
         self.ffn_norm = RMSNorm(E, target.rms_eps)
-        self.ffn = FeedForward(target)
+        self.ffn = FeedForward(E, config.ffn_size(target))
         self.final_norm = RMSNorm(E, target.rms_eps) if config.final_norm else None
         if config.draft_vocab > target.vocab_size:
             raise UserError(

@@ -10,13 +10,20 @@ from torch import Tensor
 from longspec.attention import AttentionPlan
 from longspec.cache import KVCache
 from longspec.kernels.embed import embed
-from longspec.kernels.linear import covers, few_rows
-from longspec.kernels.norm import add_rms_norm, rms_norm
+from longspec.kernels.heads import covers_heads, normed_heads
+from longspec.kernels.linear import covers, few_rows, folds
+from longspec.kernels.norm import Norm, Stream, norm_stream
 from longspec.kernels.rope import rope_write
 from longspec.kernels.silu import silu_mul
 from longspec.models.draft import GlideDraft
 from longspec.models.layers import Block, FeedForward, Linear, RMSNorm, SelfAttention
 from longspec.models.target import Transformer
+
+Reader = tuple[RMSNorm, Linear]
+"""A norm of the residual stream, and the projection of what it gives."""
+
+Place = tuple[Tensor, Tensor, Tensor]
+"""Keys and values [B, K, S, D], for a draft its own, and the entries [B, T] where those of new tokens go."""
 
 
 def run_blocks(
@@ -31,17 +38,17 @@ def run_blocks(
 
     Positions and entries, int64 [B, T], say where each stands in the text and in the cache.
     """
-    (x, _), table = embed(tokens, target.embedding), target.rope.table
-    delta: Tensor | None = None  # what the residual stream still lacks: it is added by the next norm
-    for block in target.blocks:
-        assert isinstance(block, Block)
-        qkv, x = _normed_linear(block.attention.qkv, block.attention_norm, x, delta)
+    blocks = [block for block in target.blocks if isinstance(block, Block)]
+    readers = [(block.attention_norm, block.attention.qkv) for block in blocks]
+    stream, _ = embed(tokens, target.embedding, factor=_factor(readers[0], tokens.numel()))
+    for block, reader, following in zip(blocks, readers, (*readers[1:], None), strict=True):
         k, v = cache.layer(block.attention.layer)
-        q = rope_write(qkv, table, positions, entries, k, v, _head_norms(block.attention))
-        out = target.attention.attend(q, k, v, plan)[0]
-        delta = _linear(block.attention.output, out.flatten(2))
-        delta, x = _feed_forward(block.ffn, block.ffn_norm, x, delta)
-    return _norm(target.norm, x, delta)[0]
+        place, norms = (k, v, entries), _head_norms(block.attention)
+        q, stream = _heads(reader, stream, target.rope.table, positions, place, norms)
+        out = target.attention.attend(q, k, v, plan)[0].flatten(2)
+        stream = _add_linear(block.attention.output, out, stream, (block.ffn_norm, block.ffn.gate_up))
+        stream = _feed_forward(block.ffn, block.ffn_norm, stream, following)
+    return norm_stream(stream, _settings(target.norm))[0]
 
 
 @dataclass(frozen=True)
@@ -57,15 +64,11 @@ class DraftPass:
     """What the target's hidden state adds to each row's residual stream, [B, 1, E]."""
 
 
-Place = tuple[Tensor, Tensor, Tensor]
-"""The draft's own keys and values [B, K, S, D], and the entries [B, T] where those of new tokens go."""
-
-
 def write_draft(
     draft: GlideDraft, tokens: Tensor, target: Transformer, positions: Tensor, place: Place
 ) -> None:
     """Put the draft's own keys and values of tokens [B, T] in place."""
-    x, _ = embed(tokens, target.embedding)
+    x, _ = embed(tokens, target.embedding, factor=_factor((draft.self_norm, draft.qkv), tokens.numel()))
     _write_draft(draft, x, target.rope.table, positions, place)
 
 
@@ -76,20 +79,24 @@ def run_draft(run: DraftPass, tokens: Tensor, positions: Tensor, place: Place, s
     """
     draft, table, attention = run.draft, run.target.rope.table, run.target.attention
     keys, values, entries = place
-    x, stream = embed(tokens, run.target.embedding, run.feature)
+    factor = _factor((draft.self_norm, draft.qkv), tokens.numel())
+    x, stream = embed(tokens, run.target.embedding, run.feature, factor)
     q = _write_draft(draft, x, table, positions, place)
-    x, delta = stream, _linear(draft.self_output, attention.masked(q, keys, values, sees)[0].flatten(2))
-    queries, x = _normed_linear(draft.cross_q, draft.cross_norm, x, delta)
+    out = attention.masked(q, keys, values, sees)[0]
+    cross = (draft.cross_norm, draft.cross_q)
+    stream = _add_linear(draft.self_output, out.flatten(2), stream, cross)
     # Queries alone: no head of the cache takes part.
-    queries = rope_write(queries, table, positions, entries, keys[:, :0], values[:, :0])
+    queries, stream = _heads(cross, stream, table, positions, (keys[:, :0], values[:, :0], entries))
     outs = [
         attention.prefix(part, *caches, run.plan)[0]
         for part, caches in zip(queries.chunk(len(run.cross), 2), run.cross, strict=True)
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
-    delta = _linear(draft.cross_output, out.flatten(2))
-    delta, x = _feed_forward(draft.ffn, draft.ffn_norm, x, delta)
-    return x + delta if draft.final_norm is None else _norm(draft.final_norm, x, delta)[0]
+    stream = _add_linear(draft.cross_output, out.flatten(2), stream, (draft.ffn_norm, draft.ffn.gate_up))
+    stream = _feed_forward(draft.ffn, draft.ffn_norm, stream, None)
+    if draft.final_norm is not None:
+        return norm_stream(stream, _settings(draft.final_norm))[0]
+    return stream.x if stream.delta is None else stream.x + stream.delta
 
 
 def cross_caches(cache: KVCache, layers: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
@@ -102,41 +109,64 @@ def cross_caches(cache: KVCache, layers: tuple[int, ...]) -> list[tuple[Tensor, 
     return [cache.layer(layer) for layer in layers]
 
 
-def _write_draft(draft: GlideDraft, x: Tensor, table: Tensor, positions: Tensor, place: Place) -> Tensor:
+def _write_draft(draft: GlideDraft, x: Stream, table: Tensor, positions: Tensor, place: Place) -> Tensor:
     """As `write_draft`, for embedded tokens; returns the queries."""
-    keys, values, entries = place
-    qkv, _ = _normed_linear(draft.qkv, draft.self_norm, x, None)
-    return rope_write(qkv, table, positions, entries, keys, values)
+    return _heads((draft.self_norm, draft.qkv), x, table, positions, place)[0]
 
 
-def _norm(norm: RMSNorm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The normed stream and the stream itself."""
-    if delta is None:
-        return rms_norm(x, norm.weight, norm.eps), x
-    return add_rms_norm(x, delta, norm.weight, norm.eps)
+def _settings(norm: RMSNorm) -> Norm:
+    return norm.weight, norm.eps
 
 
-def _normed_linear(linear: Linear, norm: RMSNorm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The projection of the normed stream, and the stream itself."""
-    if covers(x, linear.weight):
-        return few_rows(x, linear.weight, linear.bias, delta, (norm.weight, norm.eps))
-    normed, x = _norm(norm, x, delta)
-    return linear(normed), x
+def _factor(reader: Reader | None, num_rows: int) -> Tensor | None:
+    """The norm's weight, where those who make so many rows of the stream are to do what the norm needs."""
+    return reader[0].weight if reader is not None and folds(num_rows, reader[1].weight) else None
 
 
-def _linear(linear: Linear, x: Tensor) -> Tensor:
-    return few_rows(x, linear.weight, linear.bias)[0] if covers(x, linear.weight) else linear(x)
+def _heads(
+    reader: Reader,
+    stream: Stream,
+    table: Tensor,
+    positions: Tensor,
+    place: Place,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+) -> tuple[Tensor, Stream]:
+    """Rotated queries, the new keys and values being put in place; and the stream with nothing lacking."""
+    (norm, linear), (keys, values, entries) = reader, place
+    if norms is None and covers_heads(positions.numel(), linear.weight, keys.shape[3]):
+        weights = (linear.weight, linear.bias)
+        return normed_heads(stream, _settings(norm), *weights, table, positions, entries, keys, values)
+    qkv, stream = _normed_linear(reader, stream)
+    return rope_write(qkv, table, positions, entries, keys, values, norms), stream
 
 
-def _feed_forward(ffn: FeedForward, norm: RMSNorm, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """What the feed-forward adds to the stream x + delta, and that stream."""
-    if covers(x, ffn.gate_up.weight):
-        weight, bias = ffn.gate_up.weight, ffn.gate_up.bias
-        inner, x = few_rows(x, weight, bias, delta, (norm.weight, norm.eps), gated=True)
+def _normed_linear(reader: Reader, stream: Stream) -> tuple[Tensor, Stream]:
+    """The projection of the normed stream, and the stream with nothing lacking."""
+    norm, linear = reader
+    if covers(stream.x, linear.weight):
+        out, stream = few_rows(stream, linear.weight, linear.bias, _settings(norm))
+        return out.x, stream
+    normed, stream = norm_stream(stream, _settings(norm))
+    return linear(normed), stream
+
+
+def _add_linear(linear: Linear, x: Tensor, stream: Stream, following: Reader | None) -> Stream:
+    """The stream with the projection of x added to it, for `following` to read."""
+    if not covers(x, linear.weight):
+        return Stream(stream.x, linear(x))
+    factor = _factor(following, x.numel() // x.shape[-1])
+    return few_rows(Stream(x), linear.weight, linear.bias, residual=stream.x, factor=factor)[0]
+
+
+def _feed_forward(ffn: FeedForward, norm: RMSNorm, stream: Stream, following: Reader | None) -> Stream:
+    """The stream behind the feed-forward, for `following` to read."""
+    if covers(stream.x, ffn.gate_up.weight):
+        out, stream = few_rows(stream, ffn.gate_up.weight, ffn.gate_up.bias, _settings(norm), gated=True)
+        inner = out.x
     else:
-        normed, x = _norm(norm, x, delta)
+        normed, stream = norm_stream(stream, _settings(norm))
         inner = silu_mul(ffn.gate_up(normed))
-    return _linear(ffn.down, inner), x
+    return _add_linear(ffn.down, inner, stream, following)
 
 
 def _head_norms(attention: SelfAttention) -> tuple[Tensor, Tensor, float] | None:

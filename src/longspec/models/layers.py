@@ -184,10 +184,10 @@ class SelfAttention(nn.Module):
 class FeedForward(nn.Module):
     """SiLU-gated feed-forward."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size)
-        self.down = Linear(config.intermediate_size, config.hidden_size)
+        self.gate_up = Linear(hidden_size, 2 * intermediate_size)
+        self.down = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return down(silu(gate(x)) * up(x))."""
@@ -203,7 +203,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_eps)
         self.attention = SelfAttention(config, layer)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_eps)
-        self.ffn = FeedForward(config)
+        self.ffn = FeedForward(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, run: ForwardPass) -> Tensor:
         """Return the residual stream after this layer."""

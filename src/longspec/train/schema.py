@@ -35,6 +35,8 @@ class DraftSettings:
     final_norm: bool = False
     draft_vocab: int = 0
     """How many of the training data's most frequent tokens its head can propose; 0 is all."""
+    intermediate_size: int = 0
+    """The width of its feed-forward; 0 is the target's."""
 
 
 @dataclass

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from longspec.cache import DraftCache
+from longspec.decoding.copied import DOUBT, FADE, LEAST, MOST, Text
 from longspec.decoding.loop import DecodeState
 from longspec.decoding.methods.glide import best_of_level
 from longspec.decoding.tree import TokenTree
+from longspec.kernels.copied import graft_copied
 from longspec.kernels.noise import gumbel_noise
 from longspec.kernels.topk import best_children
 from longspec.kernels.tree import Levels, claim_newest, level_places, prune
@@ -21,21 +23,23 @@ _WIDEST = 32
 
 def propose_tree(
     state: DecodeState,
-    draft: GlideDraft,
-    head: DraftHead,
+    drafting: tuple[GlideDraft, DraftHead],
     ring: DraftCache,
     shape: tuple[int, ...],
     max_nodes: int,
+    copying: tuple[Text, int] | None = None,
 ) -> TokenTree:
     """What `Glide.propose` proposes where children are chosen by score."""
+    (draft, head), (text, num_copied) = drafting, copying or (None, 0)
     lengths, target = state.cache.lengths, state.target
     vocab = target.config.vocab_size if head.vocab_ids is None else len(head.vocab_ids)
     levels = level_ranges(shape, vocab)
-    size = (len(state.rows), levels[-1].stop)
+    size = (len(state.rows), levels[-1].stop + num_copied)
     tokens, parents = torch.empty(2, *size, dtype=torch.int64, device=lengths.device).unbind(0)
     tree = (tokens, parents, torch.empty(size, device=lengths.device))
+    said = None if text is None else text.tokens
     positions, entries = claim_newest(
-        state.emitted, state.num_emitted, lengths, ring.positions, ring.window, tree
+        state.emitted, state.num_emitted, lengths, ring.positions, ring.window, tree, said
     )
     write_draft(draft, state.emitted, target, positions, (ring.keys, ring.values, entries))
     run = DraftPass(
@@ -50,6 +54,9 @@ def propose_tree(
         place = (ring.keys, ring.values, entries)
         hidden = run_draft(run, tokens[:, level.start : level.stop], positions, place, sees)
         _grow(state, head, hidden, tree, level, len(levels[depth + 1]), depth)
+    if text is not None:
+        chances = (LEAST, MOST, DOUBT, FADE)
+        graft_copied(tree, levels[-1].stop, text.tokens, text.best, lengths, chances)
     if max_nodes >= size[1]:
         return TokenTree(tokens, parents)
     return TokenTree(*prune(*tree, max_nodes))

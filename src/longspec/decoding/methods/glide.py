@@ -13,6 +13,7 @@ from torch import Tensor
 from longspec.attention import Attention, AttentionPlan
 from longspec.cache import DraftCache, KVCache
 from longspec.decoding.choose import filtered, gumbel
+from longspec.decoding.copied import Text, graft
 from longspec.decoding.loop import DecodeState
 from longspec.decoding.rejection import draw_children
 from longspec.decoding.tree import TokenTree, ancestors
@@ -38,6 +39,8 @@ class Glide:
     With `min_confidence` a chain ends behind the first token to which the draft itself gives less: what
     would follow is hardly ever accepted. The doubted token stays, for it is drafted already; and to leave out
     what was drawn because of what it is would bias the draw.
+
+    With `num_copied` a branch of so many tokens at most is copied from the text's own past, see `copied`.
     """
 
     def __init__(
@@ -49,19 +52,25 @@ class Glide:
         draws: bool,
         name: str,
         min_confidence: float = 0.0,
+        num_copied: int = 0,
     ) -> None:
         assert not min_confidence or max(tree_shape) == 1, "only a chain can end early"
         self.name = name
         if draws:
-            tree_shape, max_nodes = _drawn_shape(tree_shape), None
+            tree_shape, max_nodes, num_copied = _drawn_shape(tree_shape), None, 0
         self.tree_shape: tuple[int, ...] | None = tree_shape
         self._shape = tree_shape
         self._draft, self._head = draft, head
         self._words: DraftHead | ContextHead = head
         self._draws, self._min_confidence = draws, min_confidence
-        self._max_nodes = max_nodes or sum(tree_shape) + 1
-        self.num_nodes = min(self._max_nodes, sum(tree_shape) + 1)
-        key = (name, tree_shape, max_nodes, id(draft))
+        # No more than the ring takes in at once.
+        self._num_copied = num_copied = min(num_copied, draft.config.window - 1)
+        self._text: Text | None = None
+        whole = sum(tree_shape) + 1 + num_copied
+        self._max_nodes = max_nodes or whole
+        self.num_nodes = min(self._max_nodes, whole)
+        self.depth = max(len(tree_shape), num_copied)
+        key = (name, tree_shape, max_nodes, num_copied, id(draft))
         self.device_key: tuple[Hashable, ...] | None = None if draws or min_confidence else key
         self._layers = draft.config.layers_of(draft.target_config)
         self.ring: DraftCache | None = None
@@ -80,6 +89,10 @@ class Glide:
             )
         self.ring.clear()
         texts = [row.prompt + row.tokens for row in state.rows]
+        if self._num_copied:
+            if self._text is None:
+                self._text = Text.empty(len(texts), state.cache.capacity, target.device)
+            self._text.fill(texts)
         if not target.attention.fuses(state.feature):
             # What was said last comes first: should there be no room for all, it is the likelier.
             self._words = self._head.in_context(chain.from_iterable(map(reversed, texts)))
@@ -103,7 +116,9 @@ class Glide:
         if fused and not self._draws and not self._min_confidence:
             from longspec.decoding.methods.fused_glide import propose_tree
 
-            return propose_tree(state, self._draft, self._head, self.ring, self._shape, self._max_nodes)
+            drafting = (self._draft, self._head)
+            copying = None if self._text is None else (self._text, self._num_copied)
+            return propose_tree(state, drafting, self.ring, self._shape, self._max_nodes, copying)
         self.follow(state)
         B = len(state.rows)
         zero = torch.zeros(B, 1, dtype=torch.int64, device=state.roots.device)
@@ -131,8 +146,10 @@ class Glide:
         if self._draws:
             proposals.append(proposals[-1].new_zeros(B, levels[-1].tokens.shape[1], proposals[-1].shape[2]))
             return TokenTree(tokens, parents, torch.cat(proposals, 1))
-        scores = torch.cat([level.scores for level in levels], 1)
-        return TokenTree(tokens, parents).pruned(scores, self._max_nodes)
+        tree, scores = TokenTree(tokens, parents), torch.cat([level.scores for level in levels], 1)
+        if self._text is not None:
+            tree, scores = graft(tree, scores, self._text, state.cache.lengths + 1, self._num_copied)
+        return tree.pruned(scores, self._max_nodes)
 
     def _confidence(self, levels: list[_Level], proposals: list[Tensor]) -> list[float]:
         """The draft's own probability of the newest token of each row's chain.
@@ -165,8 +182,10 @@ class Glide:
         """Positions and entries of what `_append` brings, both [B, T]."""
         assert self.ring is not None
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
-        positions = ((end - counts)[:, None] + offsets).clamp(min=0)
-        return positions, self.ring.claim(positions, offsets < counts[:, None])
+        positions, wanted = ((end - counts)[:, None] + offsets).clamp(min=0), offsets < counts[:, None]
+        if self._text is not None:
+            self._text.append(tokens, positions, wanted)
+        return positions, self.ring.claim(positions, wanted)
 
     def _forward(self, state: DecodeState, levels: list[_Level], plan: AttentionPlan) -> Tensor:
         """Hidden states [B, n, E] of the last level. The root's own KV is in the ring already."""

@@ -18,7 +18,7 @@ class Lookup:
 
     def __init__(self, gamma: int, max_ngram: int = 3, min_ngram: int = 2) -> None:
         self.gamma = gamma
-        self.num_nodes = gamma + 1
+        self.num_nodes, self.depth = gamma + 1, gamma
         self.tree_shape: tuple[int, ...] | None = (1,) * gamma
         self.device_key: tuple[Hashable, ...] | None = None
         self._sizes = range(max_ngram, min_ngram - 1, -1)

@@ -25,7 +25,7 @@ class MagicDec:
 
     def __init__(self, gamma: int, sinks: int, window: int, draws: bool) -> None:
         self.gamma = gamma
-        self.num_nodes = gamma + 1
+        self.num_nodes, self.depth = gamma + 1, gamma
         self.tree_shape: tuple[int, ...] | None = (1,) * gamma
         self._sinks, self._window = sinks, window
         self._draws = draws

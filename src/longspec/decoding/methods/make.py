@@ -23,6 +23,7 @@ METHODS = ("auto", "vanilla", "seq", "tree", "magicdec", "lookup")
 ACCEPTANCES = ("coupled", "rejection")
 DEFAULT_TREE = (4, 16, 16, 16, 16)
 MOST_NODES = 512
+MOST_COPIED = 64
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class MethodOptions:
     """Nodes per depth of tree."""
     max_nodes: int | None = None
     """Keep only the best nodes of a drafted tree, the root counted; None keeps all."""
+    num_copied: int = 0
+    """With tree: a branch of so many tokens at most is copied from where the text said the same before."""
     acceptance: str = "coupled"
     sinks: int = 4
     window: int = 512
@@ -63,6 +66,10 @@ class MethodOptions:
             )
         if self.max_nodes is not None and self.max_nodes < 2:
             raise UserError(f"max_nodes is {self.max_nodes}; it must be at least 2: the root and one more")
+        if not 0 <= self.num_copied <= MOST_COPIED:
+            raise UserError(
+                f"num_copied is {self.num_copied}; it must be 0 (nothing is copied) to {MOST_COPIED}"
+            )
         if not 0 <= self.min_confidence < 1:
             raise UserError(
                 f"min_confidence is {self.min_confidence}; it must be 0 (a chain is never ended) or above, "
@@ -104,7 +111,9 @@ def _make(options: MethodOptions, draft: Drafting | None, draws: bool) -> Method
         raise UserError(
             f"a depth of {len(shape)} is asked for, but the draft was trained to draft {limit} deep"
         )
-    confidence = options.min_confidence if options.method == "seq" else 0.0
+    confidence, num_copied = (
+        (options.min_confidence, 0) if options.method == "seq" else (0.0, options.num_copied)
+    )
     if options.method == "seq" and not draws and draft[0].self_norm.weight.device.type == "cpu":
         return Chain(*draft, options.gamma, options.max_nodes, confidence)
-    return Glide(*draft, shape, options.max_nodes, draws, options.method, confidence)
+    return Glide(*draft, shape, options.max_nodes, draws, options.method, confidence, num_copied)

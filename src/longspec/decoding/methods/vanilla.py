@@ -12,7 +12,7 @@ class Vanilla:
     """A tree of the root alone."""
 
     name = "vanilla"
-    num_nodes = 1
+    num_nodes, depth = 1, 0
     tree_shape: tuple[int, ...] | None = None
     device_key: tuple[Hashable, ...] | None = ("vanilla",)
 

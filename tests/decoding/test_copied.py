@@ -12,6 +12,7 @@ from longspec.decoding.choose import Sampling
 from longspec.decoding.copied import LEAST, MOST, Text, graft
 from longspec.decoding.loop import decode, start
 from longspec.decoding.methods.glide import Glide
+from longspec.decoding.methods.lookup import NgramIndex
 from longspec.decoding.methods.vanilla import Vanilla
 from longspec.decoding.row import Row
 from longspec.decoding.tree import TokenTree
@@ -93,3 +94,17 @@ def test_repetition_is_accepted_in_long_runs(max_nodes: int | None) -> None:
     assert max(rows[0].depths) <= 2
     assert max(rows[10].depths) == 10
     assert rows[10].tau > 1.5 * rows[0].tau
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3], [4, 5, 6, 1]),
+        ([9, 2, 3, 4, 5, 2, 3, 7, 8, 2, 3], [7, 8, 2, 3]),
+        ([5, 1, 2, 1, 2], [1, 2, 1, 2]),
+        ([1, 2, 3, 4], []),
+    ],
+    ids=["what followed", "the newest place", "a loop", "nothing"],
+)
+def test_lookup_proposes_what_followed(text: list[int], expected: list[int]) -> None:
+    assert NgramIndex(range(3, 1, -1)).following(Row(text[:2], 0, 9, tokens=text[2:]), 4) == expected

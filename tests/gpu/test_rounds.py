@@ -112,3 +112,24 @@ def test_a_round_is_one_launch_and_waits_for_nobody(name: str, sampling: Samplin
     # Each round's report is copied once, without waiting.
     copies = [call for call in calls if "Memcpy" in call]
     assert copies == ["cudaMemcpyAsync"] * (num_rounds - 1), counts
+
+
+@pytest.mark.parametrize("name", ["vanilla", "copying"])
+def test_kept_rounds_outlive_a_longer_text_elsewhere(name: str) -> None:
+    """The target's table of rotations grows, as when `auto` measures; graphs that read the old one go on."""
+    target, drafting = models(GPU)
+    method, _ = make_method(METHODS[name], Sampling(), drafting)
+    store, said = RoundStore(), []
+    cache = target.new_cache(1, max(LENGTHS) + 92)
+    for grows in (False, True):
+        if grows:
+            target.rope.reserve(2**20)
+            torch.cuda.empty_cache()  # an old table that nobody holds is unmapped
+            rubbish = [torch.full_like(target.rope.table, torch.nan) for _ in range(4)]
+            del rubbish
+        cache.lengths.zero_()
+        state = start(target, cache, prepared(target, Sampling(), 1, 60).rows, Sampling())
+        for _ in decode(state, method, accept_coupled, chunk=16, rounds=store):
+            pass
+        said.append(state.rows[0].tokens)
+    assert said[0] == said[1]

@@ -174,6 +174,7 @@ class DeviceRounds:
         )
         self._board = Board.of(state, self._width)
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._tables: list[Tensor] = []
 
     def run(self, state: DecodeState, guard: Guarded | None = None) -> Iterator[list[list[int]]]:
         """What each row emits, round by round, from a state whose first tokens are chosen.
@@ -227,6 +228,8 @@ class DeviceRounds:
         self._board.running.zero_()
         work = partial(device_round, self._state, method, self._board)
         graph = capture(work, self._state.target.device)
+        # The graph reads this very table, and the target takes another one when a longer text comes.
+        self._tables.append(self._state.target.rope.table)
         self._board.running.copy_(running)
         return graph
 

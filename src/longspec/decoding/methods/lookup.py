@@ -54,12 +54,16 @@ class NgramIndex:
         self._ends: dict[tuple[int, ...], int] = {}
 
     def following(self, row: Row, count: int) -> list[int]:
-        """Up to `count` tokens that followed what the row's text now ends with, the longest match first."""
+        """The `count` tokens that followed what the row's text now ends with, the longest match first.
+
+        Behind the text's end they begin anew: a loop goes on as a loop.
+        """
         self._extend(row)
         for size in self._sizes:
             end = self._ends.get(tuple(self._text[-size:]))
             if end is not None and len(self._text) > size:
-                return self._text[end : end + count]
+                period = len(self._text) - end
+                return [self._text[end + place % period] for place in range(count)]
         return []
 
     def _extend(self, row: Row) -> None:

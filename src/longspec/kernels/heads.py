@@ -12,7 +12,7 @@ from longspec.kernels.linear import fetch_columns, is_small, multiply, normed_op
 from longspec.kernels.norm import MOST_ROWS, Norm, Stream
 
 # Whether rope and the writing into the cache go without a launch of their own.
-FOLD_ROPE = False
+FOLD_ROPE = True
 # A program multiplies so many rows by two times 16 columns: as many bytes of the one as of the other, and of
 # 64 rows twice as many programs as if it took them all.
 _ROWS = 32

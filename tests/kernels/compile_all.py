@@ -13,14 +13,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from longspec.decoding.copied import DOUBT, FADE, LEAST, MOST
-from longspec.kernels import attention, launch
+from longspec.kernels import launch
 from longspec.kernels.attention import attend
 from longspec.kernels.choose import choose_tokens
 from longspec.kernels.commit import commit_path
 from longspec.kernels.copied import graft_copied
 from longspec.kernels.draw import draw_tokens
 from longspec.kernels.embed import embed
-from longspec.kernels.heads import normed_heads
 from longspec.kernels.linear import few_rows
 from longspec.kernels.masked import masked
 from longspec.kernels.noise import gumbel_noise
@@ -77,8 +76,7 @@ def halves(*shape: int) -> torch.Tensor:
 def call_models(T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024, E: int = 576) -> None:
     """What target and draft call for a tree of T nodes."""
     q, k, lengths = halves(1, T, H, D), halves(1, K, S, D), numbers(1)
-    for attention.SHORT in (S, 0):
-        attend(q, k, k, lengths, torch.ones(1, T, T, dtype=torch.bool))
+    attend(q, k, k, lengths, torch.ones(1, T, T, dtype=torch.bool))
     attend(q[:, :1].contiguous(), k, k, lengths)
     attend(q, k, k, lengths, None, False, 4, 256)
     attend(halves(1, T, 3 * H, D), halves(3, 1, K, S, D), halves(3, 1, K, S, D), lengths, None, False)
@@ -101,8 +99,6 @@ def call_models(T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024, E: i
     ahead, _ = few_rows(Stream(halves(1, T, 1536)), halves(E, 1536), residual=x, factor=weight)
     few_rows(ahead, halves(960, E), halves(960), norm)
     few_rows(ahead, halves(3072, E), None, norm, gated=True)
-    for stream, bias in ((Stream(x), None), (ahead, halves(960))):
-        normed_heads(stream, norm, halves(960, E), bias, table, places, places, k, k)
     few_rows(Stream(halves(1, T, 4096)), halves(4096, 4096))
     few_rows(Stream(halves(1, T, 4096)), halves(28672, 4096), gated=True)
 

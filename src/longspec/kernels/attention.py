@@ -2,9 +2,8 @@
 
 The first launch cuts each row's prefix into parts and attends to each; the query heads that share a KV
 head are rows of one tile, so a key is read once for all of them. The second attends to the new nodes, which
-stand right behind the prefix, and merges that with the parts by their lse. Where the prefix is not cut, the
-first may do it all. How long the prefix is, only the kernels read: the grid follows the shapes, and a program
-without work ends at once.
+stand right behind the prefix, and merges that with the parts by their lse. How long the prefix is, only the
+kernels read: the grid follows the shapes, and a program without work ends at once.
 """
 
 from __future__ import annotations
@@ -25,9 +24,6 @@ from longspec.kernels.tiling import (
     precision,
 )
 
-# In a cache of at most so many entries, the prefix of several nodes is not cut: one launch attends to it and
-# to them.
-SHORT = 0
 # Rows of a program that merges: the least that `tl.dot` takes.
 MERGE_ROWS = 16
 _UNBOUNDED = 2**31 - 1
@@ -70,47 +66,30 @@ def query_offsets(row, head, stride_t, stride_h, group) -> tl.tensor:
 
 
 @triton.jit
-def _sees_nodes(tree, row, node, num_rows, num_nodes, tree_t, group, TREE: tl.constexpr):
-    """Which rows' queries see which nodes, none where there is no such node."""
-    pairs = (row < num_rows)[:, None] & ((node >= 0) & (node < num_nodes))[None, :]
-    if TREE:
-        sees_at = tree + (row // group * tree_t)[:, None] + node[None, :]
-        visible = tl.load(sees_at, mask=pairs, other=0) != 0
-    else:
-        visible = pairs & (node[None, :] <= (row // group)[:, None])
-    return visible
-
-
-@triton.jit
 def _absorb_edge(
-    query, k, v, layer, b, head, first, end, visible, high, total, acc, scale,
+    query, k, v, layer, b, head, first, end, high, total, acc, scale,
     BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of the keys from `first` on, a tile that may reach behind `end`, those that are visible."""
+    """The keys from `first` on that come before `end`, less than a tile of them."""
     valid = first + tl.arange(0, BLOCK_S) < end
     key = k.load([layer, b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
     value = v.load([layer, b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
     # What lies behind may be nan, which a weight of 0 would let through.
     value = tl.where(valid[:, None], value, 0.0)
-    return absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
+    return absorb(query, key, value, valid[None, :], high, total, acc, scale, PRECISION, True)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_rows", "num_nodes", "num_splits", "sinks", "window", "heads", "layer_heads", "group"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["num_rows", "num_splits", "sinks", "window", "heads", "layer_heads", "group"])
 def _prefix_kernel(
-    q, k, v, keys, values, tree, lengths, part_out, part_lse, out, lse, q_b, q_t, q_h,
-    k_l, k_b, k_h, k_s, v_l, v_b, v_h, v_s, tree_b, tree_t,
-    num_rows, num_nodes, num_splits, sinks, window, heads, layer_heads, group, scale,
+    q, k, v, keys, values, lengths, part_out, part_lse, out, lse, q_b, q_t, q_h,
+    k_l, k_b, k_h, k_s, v_l, v_b, v_h, v_s,
+    num_rows, num_splits, sinks, window, heads, layer_heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    LINE: tl.constexpr, SINKS: tl.constexpr, OWN: tl.constexpr, WHOLE: tl.constexpr, NODES: tl.constexpr,
-    TREE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    LINE: tl.constexpr, SINKS: tl.constexpr, OWN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """k and v are descriptors of keys and values, so that whole tiles are copied by the hardware; what is
-    outside reads as 0. With WHOLE there is one part, and its result is the whole one; with NODES as well, the
-    nodes are attended to together with the end of the prefix, behind which they stand."""
+    outside reads as 0. With WHOLE there is one part, and its result is the whole one."""
     # Tiles of the same keys are neighbours, so that they find them in the L2 cache.
     tile, split, problem = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = problem // heads, problem % heads
@@ -127,7 +106,7 @@ def _prefix_kernel(
         fetch(keys + (entry * k_s)[:, None] + line[None, :], OVERLAP)
         fetch(values + (entry * v_s)[:, None] + line[None, :], OVERLAP)
     await_turn(OVERLAP)
-    row, d, s = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     inside = (row < num_rows)[:, None] & (d < D)[None, :]
     rows_at = q + b.to(tl.int64) * q_b + query_offsets(row, head, q_t, q_h, group)
     query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
@@ -143,28 +122,31 @@ def _prefix_kernel(
         last = tl.where(split == 0, tl.minimum(sinks, begin), 0)
         for first in tl.range(0, last, BLOCK_S):
             high, total, acc = _absorb_edge(
-                query, k, v, layer, b, theirs, first, last, (first + s < last)[None, :],
-                high, total, acc, scale, BLOCK_D, BLOCK_S, PRECISION,
-            )  # fmt: skip
+                query,
+                k,
+                v,
+                layer,
+                b,
+                theirs,
+                first,
+                last,
+                high,
+                total,
+                acc,
+                scale,
+                BLOCK_D,
+                BLOCK_S,
+                PRECISION,
+            )
     edge = start + (end - start) // BLOCK_S * BLOCK_S
     for first in tl.range(start, edge, BLOCK_S):
         key = k.load([layer, b, theirs, first, 0]).reshape([BLOCK_S, BLOCK_D])
         value = v.load([layer, b, theirs, first, 0]).reshape([BLOCK_S, BLOCK_D])
         high, total, acc = absorb(query, key, value, row, high, total, acc, scale, PRECISION, False)
-    if NODES:
-        for first in tl.range(edge, length + num_nodes, BLOCK_S):
-            node = first + s - length
-            tree_at = tree + b.to(tl.int64) * tree_b
-            sees = _sees_nodes(tree_at, row, node, num_rows, num_nodes, tree_t, group, TREE)
-            high, total, acc = _absorb_edge(
-                query, k, v, layer, b, theirs, first, length + num_nodes, (node < 0)[None, :] | sees,
-                high, total, acc, scale, BLOCK_D, BLOCK_S, PRECISION,
-            )  # fmt: skip
-    elif edge < end:
+    if edge < end:
         high, total, acc = _absorb_edge(
-            query, k, v, layer, b, theirs, edge, end, (edge + s < end)[None, :],
-            high, total, acc, scale, BLOCK_D, BLOCK_S, PRECISION,
-        )  # fmt: skip
+            query, k, v, layer, b, theirs, edge, end, high, total, acc, scale, BLOCK_D, BLOCK_S, PRECISION
+        )
 
     if WHOLE:
         write_rows(out, lse, b.to(tl.int64), head, row, d, high, total, acc, num_rows, heads, group, D)
@@ -238,7 +220,12 @@ def _merge_kernel(
             key = tl.load(k + (node * k_s)[:, None] + d[None, :], mask=real & (d < D)[None, :], other=0.0)
             value_at = v + (node * v_s)[:, None] + ours[None, :]
             value = tl.load(value_at, mask=real & (ours < D)[None, :], other=0.0)
-            visible = _sees_nodes(tree + b * tree_b, row, node, num_rows, num_nodes, tree_t, group, TREE)
+            pairs = (row < num_rows)[:, None] & (node < num_nodes)[None, :]
+            if TREE:
+                sees_at = tree + b * tree_b + (row // group * tree_t)[:, None] + node[None, :]
+                visible = tl.load(sees_at, mask=pairs, other=0) != 0
+            else:
+                visible = pairs & (node[None, :] <= (row // group)[:, None])
             high, total, acc = absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
     if EARLY:
         await_turn(OVERLAP)
@@ -291,10 +278,6 @@ def attend(
     k, v = (part if part.ndim == 5 else part[None] for part in (k, v))
     K, capacity = k.shape[0] * k.shape[2], k.shape[3]
     num_rows = T * H // K
-    short = nodes and T > 1 and capacity <= SHORT and num_splits is None
-    if short:
-        # Where keys are not cut, small tiles of rows bring more programs to work.
-        tiling, num_splits = tiling or choose_tiling(MERGE_ROWS, D, q.dtype, q.device), 1
     tiling = tiling or choose_tiling(num_rows, D, q.dtype, q.device)
     num_tiles = triton.cdiv(num_rows, tiling.num_rows)
     last = _UNBOUNDED if window is None else window
@@ -302,28 +285,27 @@ def attend(
     num_splits = num_splits or choose_splits(num_tiles * B * K, min(capacity, last), tiling, q.device)
     # A query alone sees all up to its own entry, which may as well count as prefix.
     own = nodes and T == 1
-    whole = num_splits == 1 and (short or own or not nodes)
+    whole = num_splits == 1 and (own or not nodes)
     num_parts = 0 if whole else B * K * num_splits * num_rows
     part_out = torch.empty(num_parts, D, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(num_parts, dtype=torch.float32, device=q.device)
     out, lse = results_like(q)
     shape = {"D": D, "BLOCK_D": padded(D), "PRECISION": precision(q.dtype)}
     box = [1, 1, 1, tiling.num_keys, shape["BLOCK_D"]]
-    mask, mask_strides = q, (0, 0)
-    if tree is not None:
-        mask = tree.contiguous().view(torch.uint8)
-        mask_strides = (T * T if tree.ndim == 3 else 0, T)
     _prefix_kernel[(num_tiles, num_splits, B * K)](
-        q, TensorDescriptor.from_tensor(k, box), TensorDescriptor.from_tensor(v, box), k, v, mask, lengths,
-        part_out, part_lse, out, lse, *q.stride()[:3], *k.stride()[:4], *v.stride()[:4], *mask_strides,
-        num_rows, T, num_splits, sinks, last, K, k.shape[2], H // K, score_scale(D), **shape,
+        q, TensorDescriptor.from_tensor(k, box), TensorDescriptor.from_tensor(v, box), k, v, lengths,
+        part_out, part_lse, out, lse, *q.stride()[:3], *k.stride()[:4], *v.stride()[:4],
+        num_rows, num_splits, sinks, last, K, k.shape[2], H // K, score_scale(D), **shape,
         BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, LINE=min(padded(D), 128 // q.itemsize),
-        SINKS=sinks > 0 and window is not None, OWN=own, WHOLE=whole, NODES=short,
-        TREE=short and tree is not None,
+        SINKS=sinks > 0 and window is not None, OWN=own, WHOLE=whole,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlap(q.device),
     )  # fmt: skip
     if whole:
         return out, lse
+    mask, mask_strides = q, (0, 0)
+    if tree is not None:
+        mask = tree.contiguous().view(torch.uint8)
+        mask_strides = (T * T if tree.ndim == 3 else 0, T)
     num_tiles = triton.cdiv(num_rows, MERGE_ROWS)
     piece, parts = choose_slice(num_tiles * B * K, D, q.device)
     grid = (num_tiles, B * K, triton.cdiv(D, piece))

@@ -14,8 +14,6 @@ through registers first: the loop over the depth becomes four times as long.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -25,8 +23,6 @@ from longspec.kernels.launch import await_turn, fetch, overlap
 from longspec.kernels.norm import MOST_ROWS, Ahead, Norm, Stream, norm_stream
 from longspec.kernels.tiling import gpu_size, precision
 
-# Whether the norms of small models go without a launch of their own.
-FOLD_NORM = True
 # A single row of a small matrix is one tile.
 _SMALL, _LONGEST = 1 << 22, 4096
 _LINE, _LINES = 128, 8  # bytes that come from memory together, and how many such are asked for early
@@ -96,30 +92,36 @@ def _row_kernel(
     tl.store(out + col, result.to(dtype), mask=wanted)
 
 
-@triton.jit
-def fetch_columns(
-    columns_at, second_at, num_in, LINE: tl.constexpr, LINES: tl.constexpr, PAIR: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:  # fmt: skip
-    """Ask for the first weights of columns that `multiply` will read."""
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+def _rows_kernel(
+    x, squares, weight, bias, residual, next_factor, next_scaled, next_squares, out,
+    num_rows, num_parts, num_in, num_out, eps,
+    ROWS: tl.constexpr, MOST: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
+    LINE: tl.constexpr, LINES: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """With NORM x is `Ahead.scaled`, and num_parts of squares come with it; with AHEAD the next are made."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    dtype = x.dtype.element_ty
+    # What is outside reads the last one again: nobody keeps it.
+    rows_at = x + tl.minimum(row, num_rows - 1)[:, None] * num_in
+    columns_at = weight + tl.minimum(col, num_out - 1).to(tl.int64) * num_in
+    second_at = num_out.to(tl.int64) * num_in
+    place = row[:, None] * num_out + col[None, :]
+    mask = (row < num_rows)[:, None] & (col < num_out)[None, :]
     lines = columns_at[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, num_in - 1)[None, :]
     fetch(lines, OVERLAP)
-    if PAIR:
+    if GATED:
         fetch(lines + second_at, OVERLAP)
-
-
-@triton.jit
-def multiply(
-    rows_at, columns_at, second_at, squares, row, num_parts, num_in, eps,
-    ROWS: tl.constexpr, MOST: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
-    NORM: tl.constexpr, PAIR: tl.constexpr, PRECISION: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
-    """Rows times columns, and with PAIR the same rows times the columns that stand `second_at` behind them.
-
-    With NORM the rows are those of `Ahead.scaled`, and num_parts of squares come with them.
-    """
+    if AHEAD:
+        factor = tl.load(next_factor + col, mask=col < num_out, other=0.0).to(tl.float32)
+    await_turn(OVERLAP)
+    # Asked for together with the first of x, so that they are there when the product is.
+    if RESIDUAL:
+        stream = tl.load(residual + place, mask=mask, other=0.0)
     result = tl.zeros([ROWS, COLS], tl.float32)
-    second = tl.zeros([ROWS, COLS], tl.float32)
+    up = tl.zeros([ROWS, COLS], tl.float32)
     sums = tl.zeros([PARTS, ROWS], tl.float32)
     part = tl.arange(0, PARTS)[:, None]
     # Rows that are none are read as well: without a mask of rows, four numbers come at a time.
@@ -138,45 +140,13 @@ def multiply(
         weights_at = columns_at[None, :] + i[:, None]
         weights = tl.load(weights_at, mask=(i < num_in)[:, None], other=0.0)
         result = tl.dot(value, weights, result, input_precision=PRECISION)
-        if PAIR:
-            weights = tl.load(weights_at + second_at, mask=(i < num_in)[:, None], other=0.0)
-            second = tl.dot(value, weights, second, input_precision=PRECISION)
+        if GATED:
+            second = tl.load(weights_at + second_at, mask=(i < num_in)[:, None], other=0.0)
+            up = tl.dot(value, second, up, input_precision=PRECISION)
     if NORM:
         scale = tl.rsqrt(tl.sum(sums, 0) / num_in + eps)[:, None]
         result *= scale
-        second *= scale
-    return result, second
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_parts"])
-def _rows_kernel(
-    x, squares, weight, bias, residual, next_factor, next_scaled, next_squares, out,
-    num_rows, num_parts, num_in, num_out, eps,
-    ROWS: tl.constexpr, MOST: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
-    LINE: tl.constexpr, LINES: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """NORM as in `multiply`; with AHEAD what the next norm needs is made."""
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    dtype = x.dtype.element_ty
-    # What is outside reads the last one again: nobody keeps it.
-    rows_at = x + tl.minimum(row, num_rows - 1)[:, None] * num_in
-    columns_at = weight + tl.minimum(col, num_out - 1).to(tl.int64) * num_in
-    second_at = num_out.to(tl.int64) * num_in
-    place = row[:, None] * num_out + col[None, :]
-    mask = (row < num_rows)[:, None] & (col < num_out)[None, :]
-    fetch_columns(columns_at, second_at, num_in, LINE, LINES, GATED, OVERLAP)
-    if AHEAD:
-        factor = tl.load(next_factor + col, mask=col < num_out, other=0.0).to(tl.float32)
-    await_turn(OVERLAP)
-    if RESIDUAL:
-        # Asked for together with the first of x, so that it is there when the product is.
-        stream = tl.load(residual + place, mask=mask, other=0.0)
-    result, up = multiply(
-        rows_at, columns_at, second_at, squares, row, num_parts, num_in, eps,
-        ROWS, MOST, COLS, DEPTH, PARTS, NORM, GATED, PRECISION,
-    )  # fmt: skip
+        up *= scale
     if BIAS:
         result += tl.load(bias + col, mask=col < num_out, other=0.0).to(tl.float32)[None, :]
     if GATED:
@@ -217,7 +187,7 @@ def few_rows(
     added = value if residual is None else residual.contiguous()
     options = {"GATED": gated, "BIAS": bias is not None, "RESIDUAL": residual is not None}
     options |= overlap(value.device)
-    if num_rows == 1 and is_small(weight) and num_in <= _LONGEST:
+    if num_rows == 1 and weight.numel() <= _SMALL and num_in <= _LONGEST:
         total = value if x.delta is None else torch.empty_like(value)
         depth = triton.next_power_of_2(num_in)
         cols = max(1, min(8, (8192 if gated else 16384) // depth))
@@ -228,55 +198,29 @@ def few_rows(
             NORM=norm is not None, LATE=_folds(value.dtype), num_warps=4, **options,
         )  # fmt: skip
         return Stream(out), Stream(total)
-    operand = Operand(value, value, 0)
-    if norm is not None:
-        operand, x = normed_operand(x, norm)
+    squares = None
+    if norm is not None and x.ahead is not None:
+        assert x.ahead.factor is norm[0], "what was made ahead was made for another norm"
+        value, squares = x.ahead.scaled, x.ahead.squares
+    elif norm is not None:
+        value, x = norm_stream(x, norm)
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    cols, depth, stages = tile_of(rows, weight, gated)
+    cols, depth, stages = _tile(rows, weight, gated)
     grid = (triton.cdiv(num_out, cols), triton.cdiv(num_rows, rows))
     ahead = None if factor is None else Ahead.empty(factor, out, grid[0])
+    num_parts = 1 if squares is None else len(squares)
     _rows_kernel[grid](
-        operand.rows, operand.squares, weight, value if bias is None else bias, added,
-        *(ahead or (out, out, out)), out, num_rows, operand.num_parts, num_in, num_out,
-        0.0 if norm is None else norm[1], ROWS=rows, COLS=cols, DEPTH=depth, AHEAD=ahead is not None,
-        num_warps=4, num_stages=stages, **operand.options(depth), **options,
+        value, value if squares is None else squares, weight, value if bias is None else bias, added,
+        *(ahead or (out, out, out)), out, num_rows, num_parts, num_in, num_out,
+        0.0 if norm is None else norm[1], ROWS=rows, MOST=MOST_ROWS, COLS=cols, DEPTH=depth,
+        PARTS=triton.next_power_of_2(triton.cdiv(num_parts, triton.cdiv(num_in, depth))),
+        LINE=_LINE // value.itemsize, LINES=_LINES, NORM=squares is not None, AHEAD=ahead is not None,
+        PRECISION=precision(value.dtype), num_warps=4, num_stages=stages, **options,
     )  # fmt: skip
     return Stream(out, ahead=ahead), x
 
 
-class Operand(NamedTuple):
-    """What `multiply` takes for rows."""
-
-    rows: Tensor
-    squares: Tensor
-    """`Ahead.squares` where the rows are `Ahead.scaled`; anything where they are plain."""
-    num_parts: int
-    """Of the squares: 0 where the rows are plain."""
-
-    def options(self, depth: int) -> dict[str, Any]:
-        """What `fetch_columns` and `multiply` want to know at launch, for tiles of this depth."""
-        num_turns = triton.cdiv(self.rows.shape[-1], depth)
-        return {
-            "MOST": MOST_ROWS,
-            "PARTS": triton.next_power_of_2(max(1, triton.cdiv(self.num_parts, num_turns))),
-            "LINE": _LINE // self.rows.itemsize,
-            "LINES": _LINES,
-            "NORM": self.num_parts > 0,
-            "PRECISION": precision(self.rows.dtype),
-        }
-
-
-def normed_operand(stream: Stream, norm: Norm) -> tuple[Operand, Stream]:
-    """The normed stream as `multiply` takes it, and the stream with nothing lacking."""
-    if stream.ahead is None:
-        normed, stream = norm_stream(stream, norm)
-        return Operand(normed, normed, 0), stream
-    factor, scaled, squares = stream.ahead
-    assert factor is norm[0], "what was made ahead was made for another norm"
-    return Operand(scaled, squares, len(squares)), stream
-
-
-def tile_of(rows: int, weight: Tensor, gated: bool) -> tuple[int, int, int]:
+def _tile(rows: int, weight: Tensor, gated: bool) -> tuple[int, int, int]:
     """Columns and depth of a program's tile, and how many are under way: what was fastest on an H200, cut
     down to what the GPU holds."""
     sms, shared = gpu_size(weight.device)
@@ -284,7 +228,7 @@ def tile_of(rows: int, weight: Tensor, gated: bool) -> tuple[int, int, int]:
     few = weight.shape[0] <= 32 * sms
     if weight.dtype == torch.float32:
         cols, depth, stages = 16, 32, 4
-    elif is_small(weight):
+    elif weight.numel() <= _SMALL:
         cols, depth, stages = 16, 128, 4
     elif rows == 16:
         cols, depth, stages = 32, 256, 6 if few else 4
@@ -294,15 +238,10 @@ def tile_of(rows: int, weight: Tensor, gated: bool) -> tuple[int, int, int]:
     return cols, depth, max(1, min(stages, shared // stage))
 
 
-def is_small(weight: Tensor) -> bool:
-    """Whether its product takes less time than the launches around it."""
-    return weight.numel() <= _SMALL
-
-
 def covers(x: Tensor, weight: Tensor) -> bool:
     """Whether `few_rows` is for this product."""
     num_rows = x.numel() // x.shape[-1]
-    if is_small(weight):
+    if weight.numel() <= _SMALL:
         return num_rows <= MOST_ROWS
     # A library does better by a large matrix where tensor cores do nothing: a single row, and fp32.
     return 1 < num_rows <= MOST_ROWS and x.dtype != torch.float32
@@ -311,9 +250,9 @@ def covers(x: Tensor, weight: Tensor) -> bool:
 def folds(num_rows: int, weight: Tensor) -> bool:
     """Whether `few_rows` of a normed stream wants it with what the norm needs made ahead."""
     # One row's norm is its product's own work; beside a large product, a launch does not matter.
-    return 1 < num_rows <= MOST_ROWS and is_small(weight) and _folds(weight.dtype)
+    return 1 < num_rows <= MOST_ROWS and weight.numel() <= _SMALL and _folds(weight.dtype)
 
 
 def _folds(dtype: torch.dtype) -> bool:
     """Whether rows are scaled to a mean square of 1 behind their product: before that, fp16 may overflow."""
-    return FOLD_NORM and dtype != torch.float16
+    return dtype != torch.float16

@@ -10,7 +10,6 @@ from torch import Tensor
 from longspec.attention import AttentionPlan
 from longspec.cache import KVCache
 from longspec.kernels.embed import embed
-from longspec.kernels.heads import covers_heads, normed_heads
 from longspec.kernels.linear import covers, few_rows, folds
 from longspec.kernels.norm import Norm, Stream, norm_stream
 from longspec.kernels.rope import rope_write
@@ -21,9 +20,6 @@ from longspec.models.target import Transformer
 
 Reader = tuple[RMSNorm, Linear]
 """A norm of the residual stream, and the projection of what it gives."""
-
-Place = tuple[Tensor, Tensor, Tensor]
-"""Keys and values [B, K, S, D], for a draft its own, and the entries [B, T] where those of new tokens go."""
 
 
 def run_blocks(
@@ -42,9 +38,9 @@ def run_blocks(
     readers = [(block.attention_norm, block.attention.qkv) for block in blocks]
     stream, _ = embed(tokens, target.embedding, factor=_factor(readers[0], tokens.numel()))
     for block, reader, following in zip(blocks, readers, (*readers[1:], None), strict=True):
+        qkv, stream = _normed_linear(reader, stream)
         k, v = cache.layer(block.attention.layer)
-        place, norms = (k, v, entries), _head_norms(block.attention)
-        q, stream = _heads(reader, stream, target.rope.table, positions, place, norms)
+        q = rope_write(qkv, target.rope.table, positions, entries, k, v, _head_norms(block.attention))
         out = target.attention.attend(q, k, v, plan)[0].flatten(2)
         stream = _add_linear(block.attention.output, out, stream, (block.ffn_norm, block.ffn.gate_up))
         stream = _feed_forward(block.ffn, block.ffn_norm, stream, following)
@@ -62,6 +58,10 @@ class DraftPass:
     plan: AttentionPlan
     feature: Tensor | None
     """What the target's hidden state adds to each row's residual stream, [B, 1, E]."""
+
+
+Place = tuple[Tensor, Tensor, Tensor]
+"""The draft's own keys and values [B, K, S, D], and the entries [B, T] where those of new tokens go."""
 
 
 def write_draft(
@@ -85,8 +85,9 @@ def run_draft(run: DraftPass, tokens: Tensor, positions: Tensor, place: Place, s
     out = attention.masked(q, keys, values, sees)[0]
     cross = (draft.cross_norm, draft.cross_q)
     stream = _add_linear(draft.self_output, out.flatten(2), stream, cross)
+    queries, stream = _normed_linear(cross, stream)
     # Queries alone: no head of the cache takes part.
-    queries, stream = _heads(cross, stream, table, positions, (keys[:, :0], values[:, :0], entries))
+    queries = rope_write(queries, table, positions, entries, keys[:, :0], values[:, :0])
     outs = [
         attention.prefix(part, *caches, run.plan)[0]
         for part, caches in zip(queries.chunk(len(run.cross), 2), run.cross, strict=True)
@@ -111,7 +112,9 @@ def cross_caches(cache: KVCache, layers: tuple[int, ...]) -> list[tuple[Tensor, 
 
 def _write_draft(draft: GlideDraft, x: Stream, table: Tensor, positions: Tensor, place: Place) -> Tensor:
     """As `write_draft`, for embedded tokens; returns the queries."""
-    return _heads((draft.self_norm, draft.qkv), x, table, positions, place)[0]
+    keys, values, entries = place
+    qkv, _ = _normed_linear((draft.self_norm, draft.qkv), x)
+    return rope_write(qkv, table, positions, entries, keys, values)
 
 
 def _settings(norm: RMSNorm) -> Norm:
@@ -121,23 +124,6 @@ def _settings(norm: RMSNorm) -> Norm:
 def _factor(reader: Reader | None, num_rows: int) -> Tensor | None:
     """The norm's weight, where those who make so many rows of the stream are to do what the norm needs."""
     return reader[0].weight if reader is not None and folds(num_rows, reader[1].weight) else None
-
-
-def _heads(
-    reader: Reader,
-    stream: Stream,
-    table: Tensor,
-    positions: Tensor,
-    place: Place,
-    norms: tuple[Tensor, Tensor, float] | None = None,
-) -> tuple[Tensor, Stream]:
-    """Rotated queries, the new keys and values being put in place; and the stream with nothing lacking."""
-    (norm, linear), (keys, values, entries) = reader, place
-    if norms is None and covers_heads(positions.numel(), linear.weight, keys.shape[3]):
-        weights = (linear.weight, linear.bias)
-        return normed_heads(stream, _settings(norm), *weights, table, positions, entries, keys, values)
-    qkv, stream = _normed_linear(reader, stream)
-    return rope_write(qkv, table, positions, entries, keys, values, norms), stream
 
 
 def _normed_linear(reader: Reader, stream: Stream) -> tuple[Tensor, Stream]:

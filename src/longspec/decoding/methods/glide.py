@@ -69,7 +69,8 @@ class Glide:
         whole = sum(tree_shape) + 1 + num_copied
         self._max_nodes = max_nodes or whole
         self.num_nodes = min(self._max_nodes, whole)
-        self.depth = max(len(tree_shape), num_copied)
+        # A cache has room for the nodes, so no row of emitted tokens may be longer.
+        self.depth = min(max(len(tree_shape), num_copied), self.num_nodes - 1)
         key = (name, tree_shape, max_nodes, num_copied, id(draft))
         self.device_key: tuple[Hashable, ...] | None = None if draws or min_confidence else key
         self._layers = draft.config.layers_of(draft.target_config)

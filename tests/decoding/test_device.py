@@ -71,6 +71,25 @@ def test_device_rounds_say_what_vanilla_says(sampling: Sampling, shape: tuple[in
         assert [row.num_rounds for row in on_device] == [row.num_rounds for row in on_host]
 
 
+@pytest.mark.parametrize("max_nodes", [2, 3])
+def test_a_few_nodes_of_a_deep_tree_stay_within_the_cache(max_nodes: int) -> None:
+    """The cache has room for the text and the nodes, and no table reaches further."""
+    target = tiny_target(vocab_size=11)
+    draft = GlideDraft(target.config, DraftConfig(window=16, max_lag=8))
+    draft.initialise(torch.Generator().manual_seed(1), std=0.3)
+    said = []
+    for num_copied in (0, 8):
+        glide = Glide(draft, DraftHead(target, None), (2,) * 6, max_nodes, False, "tree", 0.0, num_copied)
+        for method in (glide, Guarded(glide, Prices(((max_nodes, 9.0),)))):
+            row = Row(PROMPTS[0], 0, 40)
+            cache = target.new_cache(1, len(row.prompt) + 40 + max_nodes)
+            for _ in decode(start(target, cache, [row], Sampling()), method, rounds=RoundStore()):
+                pass
+            said.append(row.tokens)
+    assert said == [said[0]] * 4
+    assert len(said[0]) == 40
+
+
 def test_rounds_are_kept_between_requests_and_go_with_their_cache() -> None:
     target, store = tiny_target(vocab_size=11), RoundStore()
     draft = GlideDraft(target.config, DraftConfig(window=8))

@@ -23,7 +23,7 @@ from longspec.config import DraftConfig, ModelConfig
 from longspec.decoding.accept import accept_coupled
 from longspec.decoding.auto import Plan
 from longspec.decoding.choose import Sampling
-from longspec.decoding.device import DeviceRounds, replays
+from longspec.decoding.device import DeviceRounds, replays, width_of
 from longspec.decoding.expected import gain
 from longspec.decoding.loop import DecodeState, Method, host_rounds, start
 from longspec.decoding.methods.glide import Glide
@@ -201,7 +201,7 @@ def _line(
     tree = _tree(drafting, plan, context, batch, setting)
     _let_go(device)
     assert tree.tree_shape is not None
-    capacity = context + (setting.rounds + _WARM_UP + 3) * (len(tree.tree_shape) + 1) + tree.num_nodes
+    capacity = context + (setting.rounds + _WARM_UP + 3) * width_of(tree) + tree.num_nodes
     per_token = config.kv_bytes_per_token(target.dtype.itemsize)
     if (needed := batch * capacity * per_token) + _WORKING > (free := free_memory(device)):
         raise _NotMeasured(

@@ -62,7 +62,7 @@ def measure(
 ) -> None:
     """Fill the folder with what it does not have yet; vanilla, which the others are compared to, is first.
 
-    Before a method is timed on a kind of prompt it answers one of them untimed.
+    Before a method is timed on a kind of prompt and at a temperature, it answers one of them untimed.
     """
     assert runners[0].label == "vanilla"
     gc.collect()
@@ -82,13 +82,13 @@ def _measure(
     on_row: Callable[[int], None],
 ) -> None:
     done = {row_key(row): row for row in folder.rows}
-    warm: set[tuple[str, str, str]] = set()
+    warm: set[tuple[str, str, str, float]] = set()
     for place in _places(plan):
         for runner in runners:
             if place.key(runner.label) in done:
                 on_row(1)
                 continue
-            group = (runner.label, place.workload, place.item.kind)
+            group = (runner.label, place.workload, place.item.kind, place.temperature)
             if group not in warm:
                 runner.forget()
                 runner.answer(

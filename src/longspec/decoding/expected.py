@@ -28,7 +28,7 @@ def num_nodes(options: MethodOptions) -> int:
     """Most nodes of a round, the root counted."""
     if options.method != "tree":
         return options.gamma + 1
-    whole = sum(options.tree_shape) + 1
+    whole = sum(options.tree_shape) + 1 + options.num_copied
     return min(options.max_nodes or whole, whole)
 
 
@@ -105,5 +105,5 @@ def _depth(options: MethodOptions) -> int:
 
 
 def _spread(options: MethodOptions) -> float:
-    """Nodes per depth."""
-    return (num_nodes(options) - 1) / _depth(options)
+    """Drafted nodes per depth."""
+    return (num_nodes(replace(options, num_copied=0)) - 1) / _depth(options)

@@ -8,6 +8,7 @@ import torch
 
 from longspec.cache import DraftCache
 from longspec.config import DraftConfig, ModelConfig
+from longspec.decoding.auto import NUM_COPIED
 from longspec.decoding.device import RoundStore
 from longspec.models.placement import OVERHEAD, draft_weights, free_memory, plan_memory, total_memory
 
@@ -62,13 +63,16 @@ def plan_decoding(
 ) -> MemoryBudget:
     """The memory of answering `batch` prompts side by side, each of `context` tokens with its answer."""
     target = plan_memory(config, dtype, device)
+    on_gpu = device.type == "cuda"
+    num_copied = NUM_COPIED if draft is not None and on_gpu else 0
     num_nodes = sum(tree_shape) + 1
-    capacity = context + num_nodes
+    capacity = context + num_nodes + num_copied
     rope = 2 * capacity * config.head_dim * torch.float32.itemsize
     ring = batch * DraftCache.size_of(config, draft, num_nodes, dtype) if draft else 0
-    # Each graph that is kept has a pool of its own, which nothing else can use.
-    pool = graph_pool(config, draft, batch, tree_shape, dtype)
-    graphs = RoundStore.MOST * pool if device.type == "cuda" else 0
+    # Each graph that is kept has a pool of its own, which nothing else can use, and the text to copy from.
+    pool = graph_pool(config, draft, batch, tree_shape, num_copied, dtype)
+    text = batch * capacity * torch.int64.itemsize if num_copied else 0
+    graphs = RoundStore.MOST * (pool + text) if on_gpu else 0
     needs = MemoryNeeds(
         weights=target.weights,
         kv=batch * capacity * target.kv_per_token,
@@ -86,10 +90,11 @@ def graph_pool(
     draft: DraftConfig | None,
     batch: int,
     tree_shape: tuple[int, ...],
+    num_copied: int,
     dtype: torch.dtype,
 ) -> int:
     """About the most that one captured round holds at a time: the scores, and the activations of a layer."""
-    nodes = batch * (sum(tree_shape) + 1)
+    nodes = batch * (sum(tree_shape) + 1 + num_copied)
     heads = config.num_heads + 2 * config.num_kv_heads
     layer = 3 * config.intermediate_size + 4 * config.hidden_size + 2 * heads * config.head_dim
     verify = nodes * (2 * 4 * config.vocab_size + layer * dtype.itemsize)

@@ -72,7 +72,7 @@ class LongSpec:
         dtype and device are torch's, or their names; "auto" is bfloat16 on a GPU and float32 on a CPU.
         max_length bounds prompt plus answer; the default is what the model was made for. The first request
         with method "auto" measures this machine, once, unless `calibrate` is off. attention names a backend:
-        "triton", on a GPU, also replays whole rounds as CUDA graphs, and is new. draft_dtype "int8" rounds
+        "triton", which "auto" is on a GPU, replays whole rounds as CUDA graphs. draft_dtype "int8" rounds
         the draft's weights, which "auto" does on a CPU; "target" leaves them in the target's type.
         """
         backend = choose_backend(attention)

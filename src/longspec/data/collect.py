@@ -142,9 +142,10 @@ def _package(name: str) -> tuple[str, list[Path]]:
 def _licence(package: metadata.Distribution) -> str:
     """As its metadata say, in the newest form that they have."""
     about = package.metadata
-    for name in ("License-Expression", "License"):
-        told = (about.get_all(name) or [""])[0]
-        if 0 < len(told) <= _LONGEST_LICENCE and "\n" not in told:
-            return told
+    if told := about.get_all("License-Expression"):
+        return str(told[0])
+    told = (about.get_all("License") or [""])[0]  # a name, or the whole of it
+    if 0 < len(told) <= _LONGEST_LICENCE and "\n" not in told:
+        return str(told)
     classifiers = [one for one in about.get_all("Classifier") or [] if one.startswith("License")]
     return classifiers[0].rpartition(" :: ")[2] if classifiers else "unknown"

@@ -67,8 +67,7 @@ def candidates(
     for tree in trees:
         small = num_nodes(tree) <= MOST_NODES_ON_CPU or not on_cpu
         if small and len(tree.tree_shape) <= deepest:
-            copying = replace(tree, num_copied=NUM_COPIED if replays else 0)
-            found[f"tree {tree_name(tree)}"] = copying
+            found[f"tree {tree_name(tree)}"] = replace(tree, num_copied=NUM_COPIED if replays else 0)
     return found
 
 

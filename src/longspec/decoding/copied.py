@@ -59,7 +59,7 @@ class Text:
             alike = alike & (place >= back) & (self.tokens.roll(back, 1) == last)
             runs += alike
         runs = torch.where(runs >= LEAST, runs, 0)
-        best = (runs * self.tokens.shape[1] + place * (runs > 0)).argmax(1, keepdim=True)
+        best = (runs * self.tokens.shape[1] + place).argmax(1, keepdim=True)
         return runs.gather(1, best)[:, 0], best[:, 0]
 
 
@@ -73,23 +73,20 @@ def graft(
     before `ends` [B] with the root.
     """
     runs, begins = text.find(ends)
-    period = (ends - begins).clamp(min=1)
-    tokens, parents = tree.tokens, tree.parents
+    found, period = runs > 0, (ends - begins).clamp(min=1)
     node = torch.zeros_like(ends)
     score = torch.zeros(len(ends), device=scores.device)
-    inside = torch.arange(tokens.shape[1], device=ends.device) > 0  # the root is nobody's child
+    inside = torch.arange(tree.num_nodes, device=ends.device) > 0  # the root is nobody's child
     added: list[tuple[Tensor, Tensor, Tensor]] = []
     for step in range(num_copied):
         # Behind the text's end it goes on with what was just copied: a loop is copied as a loop.
         token = text.tokens.gather(1, (begins + step % period)[:, None])
         chance = 1 - (DOUBT / runs**2 if step == 0 else FADE / runs)
-        score = score + torch.where(runs > 0, chance.log(), -math.inf).float()
-        same = (tree.parents == node[:, None]) & (tree.tokens == token) & inside & (runs > 0)[:, None]
+        score = score + torch.where(found, chance.log(), -math.inf).float()
+        same = (tree.parents == node[:, None]) & (tree.tokens == token) & inside & found[:, None]
         there, child = same.any(1), same.long().argmax(1)
-        scores = torch.where(
-            there[:, None] & same, torch.maximum(scores, score[:, None].expand_as(scores)), scores
-        )
-        new = (runs > 0) & ~there
+        scores = torch.where(same, torch.maximum(scores, score[:, None]), scores)
+        new = found & ~there
         added.append(
             (
                 torch.where(new, token[:, 0], tree.tokens[:, 0]),
@@ -99,5 +96,5 @@ def graft(
         )
         node = torch.where(there, child, torch.where(new, tree.num_nodes + step, node))
     more_tokens, more_parents, more_scores = (torch.stack(part, 1) for part in zip(*added, strict=True))
-    grown = TokenTree(torch.cat((tokens, more_tokens), 1), torch.cat((parents, more_parents), 1))
+    grown = TokenTree(torch.cat((tree.tokens, more_tokens), 1), torch.cat((tree.parents, more_parents), 1))
     return grown, torch.cat((scores, more_scores), 1)

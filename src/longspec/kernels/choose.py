@@ -101,8 +101,8 @@ def _narrow_kernel(
     threshold = lowest + (digit.to(tl.uint32) << (28 - 4 * turn))
     total = tl.zeros([16], tl.float32)
     # A part whose best lies below all thresholds is not read again: soon that is nearly every part.
-    block = part * BLOCKS + tl.arange(0, BLOCKS)
-    own = tl.load(peaks + row * num_peaks + block, mask=block < num_peaks, other=-float("inf"))
+    blocks = part * BLOCKS + tl.arange(0, BLOCKS)
+    own = tl.load(peaks + row * num_peaks + blocks, mask=blocks < num_peaks, other=-float("inf"))
     best = tl.div_rn(tl.max(own, 0) - peak, temperature)
     reaches = (0x7FFFFFFF - tl.abs(best).to(tl.int32, bitcast=True)).to(tl.uint32) >= lowest
     for block in tl.range(0, tl.where(reaches, BLOCKS, 0)):

@@ -187,7 +187,7 @@ def few_rows(
     added = value if residual is None else residual.contiguous()
     options = {"GATED": gated, "BIAS": bias is not None, "RESIDUAL": residual is not None}
     options |= overlap(value.device)
-    if num_rows == 1 and weight.numel() <= _SMALL and num_in <= _LONGEST:
+    if num_rows == 1 and _is_small(weight) and num_in <= _LONGEST:
         total = value if x.delta is None else torch.empty_like(value)
         depth = triton.next_power_of_2(num_in)
         cols = max(1, min(8, (8192 if gated else 16384) // depth))
@@ -228,7 +228,7 @@ def _tile(rows: int, weight: Tensor, gated: bool) -> tuple[int, int, int]:
     few = weight.shape[0] <= 32 * sms
     if weight.dtype == torch.float32:
         cols, depth, stages = 16, 32, 4
-    elif weight.numel() <= _SMALL:
+    elif _is_small(weight):
         cols, depth, stages = 16, 128, 4
     elif rows == 16:
         cols, depth, stages = 32, 256, 6 if few else 4
@@ -238,10 +238,15 @@ def _tile(rows: int, weight: Tensor, gated: bool) -> tuple[int, int, int]:
     return cols, depth, max(1, min(stages, shared // stage))
 
 
+def _is_small(weight: Tensor) -> bool:
+    """Whether its product takes less time than the launches around it."""
+    return weight.numel() <= _SMALL
+
+
 def covers(x: Tensor, weight: Tensor) -> bool:
     """Whether `few_rows` is for this product."""
     num_rows = x.numel() // x.shape[-1]
-    if weight.numel() <= _SMALL:
+    if _is_small(weight):
         return num_rows <= MOST_ROWS
     # A library does better by a large matrix where tensor cores do nothing: a single row, and fp32.
     return 1 < num_rows <= MOST_ROWS and x.dtype != torch.float32
@@ -250,7 +255,7 @@ def covers(x: Tensor, weight: Tensor) -> bool:
 def folds(num_rows: int, weight: Tensor) -> bool:
     """Whether `few_rows` of a normed stream wants it with what the norm needs made ahead."""
     # One row's norm is its product's own work; beside a large product, a launch does not matter.
-    return 1 < num_rows <= MOST_ROWS and weight.numel() <= _SMALL and _folds(weight.dtype)
+    return 1 < num_rows <= MOST_ROWS and _is_small(weight) and _folds(weight.dtype)
 
 
 def _folds(dtype: torch.dtype) -> bool:

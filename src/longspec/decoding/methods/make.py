@@ -111,9 +111,8 @@ def _make(options: MethodOptions, draft: Drafting | None, draws: bool) -> Method
         raise UserError(
             f"a depth of {len(shape)} is asked for, but the draft was trained to draft {limit} deep"
         )
-    confidence, num_copied = (
-        (options.min_confidence, 0) if options.method == "seq" else (0.0, options.num_copied)
-    )
+    confidence = options.min_confidence if options.method == "seq" else 0.0
+    num_copied = options.num_copied if options.method == "tree" else 0
     if options.method == "seq" and not draws and draft[0].self_norm.weight.device.type == "cpu":
         return Chain(*draft, options.gamma, options.max_nodes, confidence)
     return Glide(*draft, shape, options.max_nodes, draws, options.method, confidence, num_copied)

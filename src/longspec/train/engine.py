@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import logging
@@ -75,7 +76,15 @@ def join(device: torch.device, tp_size: int = 1) -> Processes:
         deepspeed = _deepspeed()
         backend = "nccl" if device.type == "cuda" else "gloo"
         deepspeed.init_distributed(dist_backend=backend, verbose=False, auto_mpi_discovery=False)
+        if backend == "gloo":
+            atexit.register(_leave)
     return Processes(dist.get_rank(), dist.get_world_size(), tp_size)
+
+
+def _leave() -> None:
+    """Have gloo's threads end: one that still runs when the process does aborts it, after all is done."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def local_device(name: str) -> torch.device:

@@ -20,6 +20,7 @@ SETTINGS = [
     Sampling(1.0),
     Sampling(0.7, top_k=40),
     Sampling(1.5, top_p=0.9),
+    Sampling(1.0, top_p=0.3),
     Sampling(0.6, top_k=20, top_p=0.95, min_p=0.02, repetition_penalty=1.1),
     Sampling(1e-30, min_p=0.3),
     Sampling(2.0, top_k=1),
@@ -63,6 +64,14 @@ def test_one_seed_may_be_expanded_over_all_nodes_of_a_row() -> None:
     assert torch.equal(found.cpu(), expected)
     noise = gumbel_noise(given, positions.to(DEVICE), torch.arange(40).to(DEVICE))
     torch.testing.assert_close(noise.cpu(), gumbel(seeds, positions, torch.arange(40)).float())
+
+
+@pytest.mark.parametrize("nonsense", [float("nan"), float("inf"), -float("inf")])
+def test_nonsense_gives_some_token(nonsense: float) -> None:
+    logits = torch.full((2, 3000), nonsense, device=DEVICE)
+    seeds = positions = torch.arange(2, device=DEVICE)
+    tokens = choose_tokens(logits, seeds, positions, 1.0, top_p=0.9)
+    assert ((tokens >= 0) & (tokens < 3000)).all()
 
 
 def test_noise_is_that_of_choose() -> None:

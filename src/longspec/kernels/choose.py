@@ -1,8 +1,13 @@
 """Choosing tokens on the device, as `longspec.decoding.choose` does: without a sort, nothing read back.
 
-The vocabulary is cut into parts, a program each, that do one of these at a time: find the best score; sum
-what lies above each of sixteen thresholds, which settles four bits of the least score that a filter keeps
-(floats are ordered as their bits are, so eight such turns find it exactly); add the noise and pick.
+The vocabulary is cut into parts, a program each, that do one of these at a time: find the best score; add the
+noise and pick; sum what lies above the token that was picked.
+
+The last is all that top-p needs. A token drawn from the whole vocabulary is what a draw among the kept would
+give if it is one of them, and it is if what lies above it does not reach p. If it is not, neither is anything
+below it, and the draw is repeated among what is better; at p = 0.9 that happens to one token in ten at most.
+Top-k, which keeps little, looks for the least score that it keeps: tokens above each of sixteen thresholds
+settle four bits of it (floats are ordered as their bits are), so eight turns find it.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from longspec.kernels.noise import gumbel
 
 _BLOCK = 1024
 _TURNS = 8
+_DRAWS = 4
 
 
 @triton.jit
@@ -48,58 +54,56 @@ def _row_peak(peaks, row, num_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _peak_kernel(
-    logits, seen, peaks, logits_r, seen_r, size, penalty, BLOCK: tl.constexpr, PENALTY: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    logits, seen, peaks, leasts, edges, settled, logits_r, seen_r, size, penalty, edge,
+    BLOCK: tl.constexpr, PENALTY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """The best score of each part; and where the search for a row's token begins."""
     await_turn(OVERLAP)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if part == 0:
+        tl.store(leasts + row, -float("inf"))
+        tl.store(edges + row, edge)
+        tl.store(settled + row, 0)
     i = part * BLOCK + tl.arange(0, BLOCK)
     score = _penalised(logits + row * logits_r, seen + row * seen_r, i, size, penalty, PENALTY)
     tl.store(peaks + row * tl.num_programs(0) + part, tl.max(score, 0))
 
 
 @triton.jit
-def _settled(sums, known, goals, row, turn, wanted, num_parts, PARTS: tl.constexpr, MASS: tl.constexpr):
-    """The bits known after `turn` turns, and what must lie above the threshold."""
+def _settled(counts, known, row, turn, wanted, num_parts, PARTS: tl.constexpr):
+    """The bits known after `turn` turns, where `wanted` tokens must lie above the threshold."""
     digit, part = tl.arange(0, 16), tl.arange(0, PARTS)
     place = ((turn % 2 * tl.num_programs(1) + row) * num_parts + part)[:, None] * 16 + digit[None, :]
-    totals = tl.sum(tl.load(sums + place, mask=(part < num_parts)[:, None], other=0.0), 0)
-    if MASS:
-        if turn == 1:  # the first threshold was 0, above which lies everything
-            wanted *= tl.sum(tl.where(digit == 0, totals, 0.0), 0)
-        else:
-            wanted = tl.load(goals + row)
+    totals = tl.sum(tl.load(counts + place, mask=(part < num_parts)[:, None], other=0), 0)
     enough = tl.sum(((totals >= wanted) & (digit > 0)).to(tl.int32), 0)
-    return tl.load(known + turn % 2 * tl.num_programs(1) + row) | (enough << (32 - 4 * turn)), wanted
+    return tl.load(known + turn % 2 * tl.num_programs(1) + row) | (enough << (32 - 4 * turn))
 
 
-@triton.jit(do_not_specialize=["turn", "num_parts", "num_peaks"])
+@triton.jit(do_not_specialize=["turn", "num_parts", "num_peaks", "wanted"])
 def _narrow_kernel(
-    logits, seen, peaks, leasts, sums, known, goals, logits_r, seen_r, size,
+    logits, seen, peaks, counts, known, logits_r, seen_r, size,
     temperature, penalty, wanted, turn, num_parts, num_peaks,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, PEAKS: tl.constexpr,
-    PENALTY: tl.constexpr, MASS: tl.constexpr, OVERLAP: tl.constexpr,
+    PENALTY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Sum a part's tokens, or their probability (MASS), above the sixteen next thresholds."""
+    """Count a part's tokens above the sixteen next thresholds."""
     await_turn(OVERLAP)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     bits = tl.zeros([], tl.int32)
     if turn > 0:
-        bits, goal = _settled(sums, known, goals, row, turn, wanted, num_parts, PARTS, MASS)
-        if part == 0:
-            tl.store(goals + row, goal)
+        bits = _settled(counts, known, row, turn, wanted, num_parts, PARTS)
     # What this turn writes, the next one reads: two sets in turn, so that nobody reads what is being written.
     ours = (turn + 1) % 2 * tl.num_programs(1) + row
     if part == 0:
         tl.store(known + ours, bits)
-    peak, least = _row_peak(peaks, row, num_peaks, PEAKS), tl.load(leasts + row)
+    peak = _row_peak(peaks, row, num_peaks, PEAKS)
     logits += row * logits_r
     seen += row * seen_r
     digit = tl.arange(0, 16)
     lowest = bits.to(tl.uint32)
     highest = lowest | (tl.full([], 0xFFFFFFFF, tl.uint32) >> (4 * turn).to(tl.uint32))
     threshold = lowest + (digit.to(tl.uint32) << (28 - 4 * turn))
-    total = tl.zeros([16], tl.float32)
+    total = tl.zeros([16], tl.int32)
     # A part whose best lies below all thresholds is not read again: soon that is nearly every part.
     blocks = part * BLOCKS + tl.arange(0, BLOCKS)
     own = tl.load(peaks + row * num_peaks + blocks, mask=blocks < num_peaks, other=-float("inf"))
@@ -108,100 +112,191 @@ def _narrow_kernel(
     for block in tl.range(0, tl.where(reaches, BLOCKS, 0)):
         i = (part * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
         score = _scaled(logits, seen, i, size, penalty, peak, temperature, PENALTY)
-        counts = score >= least if MASS else i < size
-        weight = tl.where(counts, tl.exp(score) if MASS else 1.0, 0.0)
         height = (0x7FFFFFFF - tl.abs(score).to(tl.int32, bitcast=True)).to(tl.uint32)
         # What lies above all thresholds counts for each; between them there is mostly nothing any more.
-        total += tl.sum(tl.where(height > highest, weight, 0.0), 0)
-        between = tl.where((height >= lowest) & (height <= highest), weight, 0.0)
-        if tl.max(between, 0) > 0:
-            total += tl.sum(tl.where(height[None, :] >= threshold[:, None], between[None, :], 0.0), 1)
-    tl.store(sums + (ours * num_parts + part) * 16 + digit, total)
+        total += tl.sum(((height > highest) & (i < size)).to(tl.int32), 0)
+        between = (height >= lowest) & (height <= highest) & (i < size)
+        if tl.max(between.to(tl.int32), 0) > 0:
+            above = (height[None, :] >= threshold[:, None]) & between[None, :]
+            total += tl.sum(above.to(tl.int32), 1)
+    tl.store(counts + (ours * num_parts + part) * 16 + digit, total)
 
 
-@triton.jit(do_not_specialize=["turn", "num_parts"])
+@triton.jit(do_not_specialize=["turn", "num_parts", "wanted"])
 def _least_kernel(
-    leasts, sums, known, goals, wanted, turn, num_parts, PARTS: tl.constexpr, MASS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    leasts, counts, known, wanted, turn, num_parts, PARTS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """Turn the bits that are known at last into the least score that is kept."""
     await_turn(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
-    bits, _ = _settled(sums, known, goals, row, turn, wanted, num_parts, PARTS, MASS)
-    least = -(0x7FFFFFFF - bits).to(tl.float32, bitcast=True)
-    tl.store(leasts + row, tl.maximum(tl.load(leasts + row), least))
+    bits = _settled(counts, known, row, turn, wanted, num_parts, PARTS)
+    tl.store(leasts + row, -(0x7FFFFFFF - bits).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _drawn(score, edge, least, log_min_p, seed, position, i, size, BLOCK: tl.constexpr):
+    """Score and noise of tokens `i` above the edge, as far as the filters keep them; -inf for others."""
+    kept = (score > edge) & (score >= least) & (score >= log_min_p) & (i < size)
+    value = tl.full([BLOCK], -float("inf"), tl.float64)
+    # The filters leave most parts with nothing, and noise is the most costly thing here.
+    if tl.max(kept.to(tl.int32), 0) > 0:
+        value = tl.where(kept, score.to(tl.float64) + gumbel(seed + i * 0, position + i * 0, i), value)
+    return value
+
+
+@triton.jit
+def _mass(score, edge, least):
+    """The probability above the edge and in all, of scores that top-k has kept; up to the row's factor."""
+    weight = tl.where(score >= least, tl.exp(score), 0.0)
+    return tl.sum(tl.where(score > edge, weight, 0.0), 0), tl.sum(weight, 0)
+
+
+@triton.jit
+def _holds(masses, row, num_parts, top_p, PARTS: tl.constexpr):
+    """Whether top-p keeps a row's candidate: what lies above it is not enough."""
+    part = tl.arange(0, PARTS)
+    at, real = masses + (row * num_parts + part) * 2, part < num_parts
+    above, whole = tl.load(at, mask=real, other=0.0), tl.load(at + 1, mask=real, other=0.0)
+    return tl.sum(above, 0) < top_p * tl.sum(whole, 0)
+
+
+@triton.jit
+def _winner(best, token, row, num_parts, PARTS: tl.constexpr):
+    """The best value of a row's parts, and the first token that has it."""
+    part = tl.arange(0, PARTS)
+    inside = part < num_parts
+    value = tl.load(best + row * num_parts + part, mask=inside, other=-float("inf"))
+    tokens = tl.load(token + row * num_parts + part, mask=inside, other=2147483647)
+    most = tl.max(value, 0)
+    return most, tl.min(tl.where(value == most, tokens, 2147483647), 0)
 
 
 @triton.jit(do_not_specialize=["repeat", "ahead"])
 def _pick_kernel(
-    logits, seen, seeds, positions, peaks, leasts, best, token, logits_r, seen_r, size,
-    temperature, penalty, log_min_p, repeat, ahead,
+    logits, seen, seeds, positions, peaks, leasts, edges, masses, settled, best, token,
+    logits_r, seen_r, size, temperature, penalty, top_p, log_min_p, repeat, ahead,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PENALTY: tl.constexpr, GREEDY: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    AGAIN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """The best token of a part. AGAIN: for rows alone whose candidate does not hold, among what is better."""
     await_turn(OVERLAP)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i = part * BLOCK + tl.arange(0, BLOCK)
+    needed = True
+    if AGAIN:
+        needed = tl.load(settled + row) == 0
+        if needed:
+            needed = not _holds(masses, row, tl.num_programs(0), top_p, PARTS)
+            if not needed and part == 0:
+                tl.store(settled + row, 1)
+    if needed:
+        i = part * BLOCK + tl.arange(0, BLOCK)
+        logits += row * logits_r
+        seen += row * seen_r
+        if GREEDY:
+            value = _penalised(logits, seen, i, size, penalty, PENALTY).to(tl.float64)
+        else:
+            peak = _row_peak(peaks, row, tl.num_programs(0), PARTS)
+            score = _scaled(logits, seen, i, size, penalty, peak, temperature, PENALTY)
+            seed, position = tl.load(seeds + row // repeat), tl.load(positions + row) + ahead
+            edge, least = tl.load(edges + row), tl.load(leasts + row)
+            value = _drawn(score, edge, least, log_min_p, seed, position, i, size, BLOCK)
+        most = tl.max(value, 0)
+        place = row * tl.num_programs(0) + part
+        tl.store(best + place, most)
+        tl.store(token + place, tl.min(tl.where((value == most) & (i < size), i, size - 1), 0))
+
+
+@triton.jit
+def _check_kernel(
+    logits, seen, peaks, leasts, edges, masses, settled, best, token, out, logits_r, seen_r, size,
+    temperature, penalty,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, PENALTY: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A part's share of what top-p must know about the row's candidate."""
+    await_turn(OVERLAP)
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if tl.load(settled + row) == 0:
+        logits += row * logits_r
+        seen += row * seen_r
+        peak = _row_peak(peaks, row, tl.num_programs(0), PARTS)
+        most, winner = _winner(best, token, row, tl.num_programs(0), PARTS)
+        edge = _scaled(logits, seen, winner, size, penalty, peak, temperature, PENALTY)
+        if part == 0:
+            tl.store(edges + row, edge)
+            tl.store(out + row, winner.to(tl.int64))
+        i = part * BLOCK + tl.arange(0, BLOCK)
+        score = _scaled(logits, seen, i, size, penalty, peak, temperature, PENALTY)
+        above, whole = _mass(score, edge, tl.load(leasts + row))
+        # Of scores that are none, nothing is better than any of them.
+        above = tl.where(most == -float("inf"), -1.0, above)
+        place = (row * tl.num_programs(0) + part) * 2
+        tl.store(masses + place, above)
+        tl.store(masses + place + 1, whole)
+
+
+@triton.jit(do_not_specialize=["num_parts", "repeat", "ahead"])
+def _finish_kernel(
+    logits, seen, seeds, positions, peaks, leasts, edges, masses, settled, out,
+    logits_r, seen_r, size, temperature, penalty, top_p, log_min_p, num_parts, repeat, ahead,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, PENALTY: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Go on, a program for a row, until a candidate holds."""
+    await_turn(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    holds = tl.load(settled + row) != 0
+    if not holds:
+        holds = _holds(masses, row, num_parts, top_p, PARTS)
     logits += row * logits_r
     seen += row * seen_r
-    if GREEDY:
-        value = _penalised(logits, seen, i, size, penalty, PENALTY).to(tl.float64)
-    else:
-        peak = _row_peak(peaks, row, tl.num_programs(0), PARTS)
-        score = _scaled(logits, seen, i, size, penalty, peak, temperature, PENALTY)
-        kept = (score >= tl.load(leasts + row)) & (score >= log_min_p) & (i < size)
-        value = tl.full([BLOCK], -float("inf"), tl.float64)
-        # The filters leave most parts with nothing, and noise is the most costly thing here.
-        if tl.max(kept.to(tl.int32), 0) > 0:
-            seed, position = tl.load(seeds + row // repeat + i * 0), tl.load(positions + row + i * 0)
-            noise = gumbel(seed, position + ahead, i)
-            value = tl.where(kept, score.to(tl.float64) + noise, -float("inf"))
-    most = tl.max(value, 0)
-    place = row * tl.num_programs(0) + part
-    tl.store(best + place, most)
-    tl.store(token + place, tl.min(tl.where((value == most) & (i < size), i, size - 1), 0))
+    peak, edge, least = _row_peak(peaks, row, num_parts, PARTS), tl.load(edges + row), tl.load(leasts + row)
+    seed, position = tl.load(seeds + row // repeat), tl.load(positions + row) + ahead
+    while not holds:
+        most, winner = tl.full([], -float("inf"), tl.float64), tl.zeros([], tl.int32) + size - 1
+        for part in tl.range(0, num_parts):
+            i = part * BLOCK + tl.arange(0, BLOCK)
+            score = _scaled(logits, seen, i, size, penalty, peak, temperature, PENALTY)
+            value = _drawn(score, edge, least, log_min_p, seed, position, i, size, BLOCK)
+            here = tl.max(value, 0)
+            first = tl.min(tl.where((value == here) & (i < size), i, size - 1), 0)
+            winner = tl.where(here > most, first, winner)
+            most = tl.maximum(most, here)
+        edge = _scaled(logits, seen, winner, size, penalty, peak, temperature, PENALTY)
+        above, whole = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
+        for part in tl.range(0, num_parts):
+            i = part * BLOCK + tl.arange(0, BLOCK)
+            score = _scaled(logits, seen, i, size, penalty, peak, temperature, PENALTY)
+            more, all_of_it = _mass(score, edge, least)
+            above += more
+            whole += all_of_it
+        holds = (above < top_p * whole) | (most == -float("inf"))
+        tl.store(out + row, winner.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["num_parts"])
-def _best_kernel(best, token, out, num_parts, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _best_kernel(best, token, out, num_parts, PARTS: tl.constexpr, OVERLAP: tl.constexpr):
     await_turn(OVERLAP)
-    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside = part < num_parts
-    value = tl.load(best + row * num_parts + part, mask=inside, other=-float("inf"))
-    tokens = tl.load(token + row * num_parts + part, mask=inside, other=2147483647)
-    winners = tl.where(value == tl.max(value, 0), tokens, 2147483647)
-    tl.store(out + row, tl.min(winners, 0).to(tl.int64))
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(out + row, _winner(best, token, row, num_parts, PARTS)[1].to(tl.int64))
 
 
-def _narrow(
-    logits: Tensor,
-    marks: Tensor,
-    peaks: Tensor,
-    leasts: Tensor,
-    settings: tuple[float, float, float],
-    mass: bool,
+def _keep_top_k(
+    logits: Tensor, marks: Tensor, peaks: Tensor, leasts: Tensor, temperature: float, penalty: float, k: int
 ) -> None:
-    """Raise `leasts` to the least score that is kept by top-k or, with `mass`, by top-p.
-
-    The settings are temperature, repetition penalty and the filter's limit.
-    """
+    """Raise `leasts` to the least score that top-k keeps."""
     R, V = logits.shape
     # Of many rows each program takes more: what it must know first costs as much as a block does.
     num_blocks = 1 if R < 8 else 4
     num_parts, num_peaks = triton.cdiv(V, num_blocks * _BLOCK), peaks.shape[1]
-    sums, goals = logits.new_empty(2, R, num_parts, 16), torch.empty_like(leasts)
+    counts = torch.empty(2, R, num_parts, 16, dtype=torch.int32, device=logits.device)
     known = torch.empty(2, R, dtype=torch.int32, device=logits.device)
-    parts = {"PARTS": triton.next_power_of_2(num_parts), "MASS": mass}
+    parts = {"PARTS": triton.next_power_of_2(num_parts), **overlap(logits.device)}
     for turn in range(_TURNS):
         _narrow_kernel[(num_parts, R)](
-            logits, marks, peaks, leasts, sums, known, goals, logits.stride(0), marks.stride(0), V,
-            *settings, turn, num_parts, num_peaks, BLOCK=_BLOCK, BLOCKS=num_blocks,
-            PEAKS=triton.next_power_of_2(num_peaks), PENALTY=settings[1] != 1, **parts,
-            **overlap(logits.device),
+            logits, marks, peaks, counts, known, logits.stride(0), marks.stride(0), V,
+            temperature, penalty, k, turn, num_parts, num_peaks, BLOCK=_BLOCK, BLOCKS=num_blocks,
+            PEAKS=triton.next_power_of_2(num_peaks), PENALTY=penalty != 1, **parts,
         )  # fmt: skip
-    _least_kernel[(1, R)](
-        leasts, sums, known, goals, settings[2], _TURNS, num_parts, **parts, **overlap(logits.device)
-    )  # fmt: skip
+    _least_kernel[(1, R)](leasts, counts, known, k, _TURNS, num_parts, **parts)
 
 
 def choose_tokens(
@@ -225,39 +320,52 @@ def choose_tokens(
     R, V = logits.shape
     assert logits.dtype == torch.float32, "scores are fp32, or near ones would tie"
     assert logits.stride(1) == 1
-    penalty = repetition_penalty != 1
-    assert not penalty or seen is not None, "the repetition penalty needs the tokens seen so far"
-    marks = seen.view(torch.uint8) if penalty and seen is not None else logits
+    penalty, device = repetition_penalty, logits.device
+    assert penalty == 1 or seen is not None, "the repetition penalty needs the tokens seen so far"
+    marks = seen.view(torch.uint8) if penalty != 1 and seen is not None else logits
     rows = (logits.stride(0), marks.stride(0), V)
     num_parts = triton.cdiv(V, _BLOCK)
-    grid, blocks = (num_parts, R), {"BLOCK": _BLOCK, "PENALTY": penalty}
+    grid, blocks = (num_parts, R), {"BLOCK": _BLOCK, "PENALTY": penalty != 1, **overlap(device)}
     parts = {"PARTS": triton.next_power_of_2(num_parts)}
-    greedy = temperature == 0
-    repeat = 1 if seeds is None else R // seeds.shape[0]
-    temperature = max(temperature, torch.finfo(torch.float32).tiny)
-    peaks = leasts = logits
-    if greedy:
-        seeds = positions = logits
-    else:
-        assert seeds is not None, "chance needs seeds"
-        assert positions is not None, "chance needs positions"
-        # One seed for all may have been expanded rather than copied.
-        seeds, positions = seeds.contiguous(), positions.contiguous()
-        peaks, leasts = logits.new_empty(R, num_parts), logits.new_full((R,), -math.inf)
-        _peak_kernel[grid](
-            logits, marks, peaks, *rows, repetition_penalty, **blocks, **overlap(logits.device)
+    best = torch.empty(R, num_parts, dtype=torch.float64, device=device)
+    token = torch.empty(R, num_parts, dtype=torch.int32, device=device)
+    out = torch.empty(R, dtype=torch.int64, device=device)
+    if temperature == 0:
+        _pick_kernel[grid](
+            *(logits, marks, *[logits] * 7, best, token, *rows, 1.0, penalty, 1.0, 0.0, 1, ahead),
+            GREEDY=True, AGAIN=False, **blocks, **parts,
         )  # fmt: skip
-    for limit, mass in ((float(top_k), False), (top_p, True)):
-        if not greedy and 0 < limit < (1 if mass else V):
-            settings = (temperature, repetition_penalty, limit)
-            _narrow(logits, marks, peaks, leasts, settings, mass)
-    best = torch.empty(R, num_parts, dtype=torch.float64, device=logits.device)
-    token = torch.empty(R, num_parts, dtype=torch.int32, device=logits.device)
-    _pick_kernel[grid](
-        logits, marks, seeds, positions, peaks, leasts, best, token, *rows, temperature,
-        repetition_penalty, math.log(min_p) if min_p else -math.inf, repeat, ahead, **blocks, **parts,
-        GREEDY=greedy, **overlap(logits.device),
-    )  # fmt: skip
-    out = torch.empty(R, dtype=torch.int64, device=logits.device)
-    _best_kernel[(R,)](best, token, out, num_parts, BLOCK=parts["PARTS"], **overlap(logits.device))
+        _best_kernel[(R,)](best, token, out, num_parts, **parts, **overlap(device))
+        return out
+    assert seeds is not None, "chance needs seeds"
+    assert positions is not None, "chance needs positions"
+    temperature = max(temperature, torch.finfo(torch.float32).tiny)
+    peaks, masses = logits.new_empty(R, num_parts), logits.new_empty(R, num_parts, 2)
+    leasts, edges = logits.new_empty(2, R).unbind(0)
+    settled = torch.empty(R, dtype=torch.int32, device=device)
+    # All tokens below this together have less than what top-p leaves out; a little less, for rounding.
+    edge = math.log((1 - top_p) / V) - 0.01 if top_p < 1 else -math.inf
+    _peak_kernel[grid](logits, marks, peaks, leasts, edges, settled, *rows, penalty, edge, **blocks)
+    if 0 < top_k < V:
+        _keep_top_k(logits, marks, peaks, leasts, temperature, penalty, int(top_k))
+    # One seed for all may have been expanded rather than copied.
+    chance = (seeds.contiguous(), positions.contiguous(), peaks, leasts, edges, masses, settled)
+    limits = (top_p, math.log(min_p) if min_p else -math.inf)
+    repeat = R // seeds.shape[0]
+    for turn in range(_DRAWS if top_p < 1 else 1):
+        _pick_kernel[grid](
+            logits, marks, *chance, best, token, *rows, temperature, penalty, *limits, repeat, ahead,
+            GREEDY=False, AGAIN=turn > 0, **blocks, **parts,
+        )  # fmt: skip
+        if top_p < 1:
+            _check_kernel[grid](
+                logits, marks, *chance[2:], best, token, out, *rows, temperature, penalty, **blocks, **parts
+            )  # fmt: skip
+    if top_p == 1:
+        _best_kernel[(R,)](best, token, out, num_parts, **parts, **overlap(device))
+    else:
+        _finish_kernel[(R,)](
+            logits, marks, *chance, out, *rows, temperature, penalty, *limits, num_parts, repeat, ahead,
+            **blocks, **parts,
+        )  # fmt: skip
     return out

@@ -205,7 +205,7 @@ def few_rows(
     elif norm is not None:
         value, x = norm_stream(x, norm)
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    cols, depth, stages = _tile(rows, weight, gated)
+    cols, depth, stages, warps = _tile(rows, weight, gated)
     grid = (triton.cdiv(num_out, cols), triton.cdiv(num_rows, rows))
     ahead = None if factor is None else Ahead.empty(factor, out, grid[0])
     num_parts = 1 if squares is None else len(squares)
@@ -215,27 +215,28 @@ def few_rows(
         0.0 if norm is None else norm[1], ROWS=rows, MOST=MOST_ROWS, COLS=cols, DEPTH=depth,
         PARTS=triton.next_power_of_2(triton.cdiv(num_parts, triton.cdiv(num_in, depth))),
         LINE=_LINE // value.itemsize, LINES=_LINES, NORM=squares is not None, AHEAD=ahead is not None,
-        PRECISION=precision(value.dtype), num_warps=4, num_stages=stages, **options,
+        PRECISION=precision(value.dtype), num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
     return Stream(out, ahead=ahead), x
 
 
-def _tile(rows: int, weight: Tensor, gated: bool) -> tuple[int, int, int]:
-    """Columns and depth of a program's tile, and how many are under way: what was fastest on an H200, cut
-    down to what the GPU holds."""
+def _tile(rows: int, weight: Tensor, gated: bool) -> tuple[int, int, int, int]:
+    """Columns and depth of a program's tile, how many are under way, and the program's warps: what was
+    fastest on an H200, cut down to what the GPU holds."""
     sms, shared = gpu_size(weight.device)
     # Where tiles of 32 columns are few enough for all to run at once, each needs more under way.
     few = weight.shape[0] <= 32 * sms
+    warps = 4
     if weight.dtype == torch.float32:
         cols, depth, stages = 16, 32, 4
     elif _is_small(weight):
-        cols, depth, stages = 16, 128, 4
+        cols, depth, stages, warps = (16, 256, 3, 2) if rows == 16 else (16, 128, 4, 4)
     elif rows == 16:
         cols, depth, stages = 32, 256, 6 if few else 4
     else:
         cols, depth, stages = (32, 128, 6) if few else (64, 128, 4)
     stage = (rows + cols * (2 if gated else 1)) * depth * weight.itemsize
-    return cols, depth, max(1, min(stages, shared // stage))
+    return cols, depth, max(1, min(stages, shared // stage)), warps
 
 
 def _is_small(weight: Tensor) -> bool:

@@ -264,7 +264,9 @@ def test_the_stages_of_the_shipped_draft(
         ("stage.lr=fast", "stage.lr=fast"),
         ("stage=middle", "base cot long"),
         ("data.train=[/nowhere]", "/nowhere is not there"),
-        ("stage.seq_length=64", "sequences of 32 tokens and stage.seq_length is 64"),
+        ("stage.seq_length=48", "sequences of 32 tokens, which do not make one of 48"),
+        ("stage.seq_length=16", "sequences of 32 tokens, which do not make one of 16"),
+        ("stage.seq_length=2048", "60 sequences of 32 tokens; 64 make one of 2048"),
         ("data.num_held_out=60", "some must be left"),
         ("stage.max_offset=500", "at most 224"),
         ("target.tp_size=2", "does not divide the 1 processes"),
@@ -282,6 +284,23 @@ def test_bad_settings_are_named(
     wanted = [one for one in settings(home, "never") if not one.startswith("run=")]
     assert main(["train", *wanted, f"run={tmp_path / 'run'}", override]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_shorter_sequences_are_joined_and_their_documents_stay_apart(tmp_path: Path) -> None:
+    from longspec.data.collate import collate
+    from longspec.train.samples import Mixture
+
+    whole, short = make_dataset(tmp_path / "whole", 128, 5), make_dataset(tmp_path / "short", 32, 11, seed=1)
+    mixture = Mixture([str(short), str(whole), str(short)], 128)
+    assert len(mixture) == 2 + 5 + 2
+    single = Mixture([str(short)], 32)
+    for index in (1, 8):  # the same sequences, named twice
+        joined, parts = mixture[index], [single[4 + part] for part in range(4)]
+        assert joined.tokens.tolist() == [token for part in parts for token in part.tokens]
+        batch, apart = collate([joined], "long", True), collate(parts, "long", True)
+        assert torch.equal(batch.learn.view(4, 32), apart.learn)
+        assert torch.equal(batch.starts.view(4, 32) - 32 * torch.arange(4)[:, None], apart.starts)
+    assert mixture[2].tokens.tolist() == Mixture([str(whole)], 128)[0].tokens.tolist()
 
 
 def test_tensor_parallel_refusals() -> None:

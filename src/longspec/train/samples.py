@@ -15,26 +15,38 @@ from longspec.errors import UserError
 
 
 class Mixture:
-    """Several datasets as one."""
+    """Several datasets as one. Of a dataset with shorter sequences, several in a row make one of the wanted
+    length; its documents stay apart. A dataset that is named twice is seen twice as often."""
 
     def __init__(self, folders: Sequence[str], seq_length: int) -> None:
         if not folders:
             raise UserError("data.train names no dataset; give folders that `longspec data` made")
         self.datasets = [Dataset(Path(folder)) for folder in folders]
+        self._joined: list[int] = []
         for dataset in self.datasets:
-            if dataset.info.seq_length != seq_length:
+            joined, rest = divmod(seq_length, dataset.info.seq_length)
+            if rest or not joined:
                 raise UserError(
-                    f"the dataset {dataset.folder} has sequences of {dataset.info.seq_length} tokens and "
-                    f"stage.seq_length is {seq_length}"
+                    f"the dataset {dataset.folder} has sequences of {dataset.info.seq_length} tokens, which "
+                    f"do not make one of {seq_length} (stage.seq_length)"
                 )
-        self._ends = np.cumsum([len(dataset) for dataset in self.datasets])
+            if len(dataset) < joined:
+                raise UserError(
+                    f"the dataset {dataset.folder} has {len(dataset)} sequences of "
+                    f"{dataset.info.seq_length} tokens; {joined} make one of {seq_length} (stage.seq_length)"
+                )
+            self._joined.append(joined)
+        sizes = [len(dataset) // joined for dataset, joined in zip(self.datasets, self._joined, strict=True)]
+        self._ends = np.cumsum(sizes)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Packed:
         which = int(np.searchsorted(self._ends, index, side="right"))
-        return self.datasets[which][index - (int(self._ends[which - 1]) if which else 0)]
+        place = index - (int(self._ends[which - 1]) if which else 0)
+        joined = self._joined[which]
+        return _join([self.datasets[which][place * joined + part] for part in range(joined)])
 
     def check(self, vocab_size: int, tokenizer: str | None, target_name: str) -> None:
         """Refuse tokens that another tokenizer made."""
@@ -49,6 +61,18 @@ class Mixture:
         counts[list(always)] = counts.sum() + 1
         # A stable sort: of equally frequent tokens the lower ids.
         return np.argsort(-counts, kind="stable")[:count]
+
+
+def _join(parts: Sequence[Packed]) -> Packed:
+    """Sequences of equal length, one behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    length = len(parts[0].tokens)
+    return Packed(
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.roles for part in parts]),
+        np.concatenate([part.starts + number * length for number, part in enumerate(parts)]),
+    )
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,9 @@ def test_lags_and_offsets_are_drawn_by_sample_and_cover_their_range() -> None:
     assert 95 <= max(offsets) <= 100
     assert 0.1 < np.mean(np.equal(offsets, 0)) < 0.2
     assert {offset for _, offset in (Draws(5, 16).lags_and_offset(7, n) for n in range(50))} == {0}
+    often = [replace(draws, lag_decay=0.5).lags_and_offset(7, sample)[0][0] for sample in range(6200)]
+    counts = [often.count(lag) / 200 for lag in range(1, 6)]
+    assert counts == pytest.approx([16, 8, 4, 2, 1], rel=0.15)
     several = replace(draws, num_lags=2)
     twice = [several.lags_and_offset(7, sample) for sample in range(2000)]
     assert [(lags[:1], offset) for lags, offset in twice] == drawn

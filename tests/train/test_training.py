@@ -268,6 +268,7 @@ def test_the_stages_of_the_shipped_draft(
         ("stage.seq_length=16", "sequences of 32 tokens, which do not make one of 16"),
         ("stage.seq_length=2048", "60 sequences of 32 tokens; 64 make one of 2048"),
         ("data.num_held_out=60", "some must be left"),
+        ("stage.lag_decay=0", "above 0 and at most 1"),
         ("stage.max_offset=500", "at most 224"),
         ("target.tp_size=2", "does not divide the 1 processes"),
         ("draft.cross_layers=[7]", "cross layer 7"),

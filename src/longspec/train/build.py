@@ -84,6 +84,8 @@ def _check(settings: TrainSettings, mixture: Mixture) -> None:
     for name, value in least.items():
         if value < 1:
             raise UserError(f"{name} is {value}; it must be at least 1")
+    if not 0 < stage.lag_decay <= 1:
+        raise UserError(f"stage.lag_decay is {stage.lag_decay}; it is a share, above 0 and at most 1")
     if not 0 <= stage.soft <= 1:
         raise UserError(f"stage.soft is {stage.soft}; it is a share, from 0 to 1")
     if stage.optimizer not in ("adamw", "muon"):
@@ -111,4 +113,4 @@ def _draws(stage: StageSettings, draft: DraftConfig, max_length: int) -> Draws:
     offset = room if stage.max_offset < 0 else stage.max_offset
     if stage.lags > draft.max_lag:
         raise UserError(f"stage.lags is {stage.lags} and the draft has {draft.max_lag} (draft.max_lag)")
-    return Draws(draft.max_lag, draft.window, stage.num_sinks, offset, stage.lags)
+    return Draws(draft.max_lag, draft.window, stage.num_sinks, offset, stage.lags, stage.lag_decay)

@@ -33,11 +33,14 @@ class Draws:
     """The largest offset; 0 leaves every position as it is."""
     num_lags: int = 1
     """Of each sample, spread evenly over the range."""
+    lag_decay: float = 1.0
+    """How often a lag is drawn, as a share of how often the one below it is."""
 
     def lags_and_offset(self, seed: int, sample: int) -> tuple[tuple[int, ...], int]:
         """Those of one sample, by its number in the run."""
         chance = np.random.default_rng((seed, sample))
-        first = int(chance.integers(0, self.max_lag))
+        shares = self.lag_decay ** np.arange(self.max_lag)
+        first = int(np.searchsorted(np.cumsum(shares), chance.random() * shares.sum(), side="right"))
         steps = (number * self.max_lag // self.num_lags for number in range(self.num_lags))
         offset = int(chance.integers(0, self.max_offset + 1))
         lags = tuple((first + step) % self.max_lag + 1 for step in steps)

@@ -57,6 +57,9 @@ class StageSettings:
     """Micro-batches of a step."""
     lags: int = 1
     """From so many lags the draft learns each sequence that the target reads: the target reads it once."""
+    lag_decay: float = 1.0
+    """How often a lag is drawn, as a share of how often the one below it is. A token that is wrong ends its
+    branch, so the first ones matter most."""
     lr: float = MISSING
     warmup: float = 0.02
     """Share of the steps in which the learning rate rises."""

@@ -39,8 +39,10 @@ class Draws:
     def lags_and_offset(self, seed: int, sample: int) -> tuple[tuple[int, ...], int]:
         """Those of one sample, by its number in the run."""
         chance = np.random.default_rng((seed, sample))
-        shares = self.lag_decay ** np.arange(self.max_lag)
-        first = int(np.searchsorted(np.cumsum(shares), chance.random() * shares.sum(), side="right"))
+        first = int(chance.integers(0, self.max_lag))
+        if self.lag_decay < 1:
+            shares = self.lag_decay ** np.arange(self.max_lag)
+            first = int(np.searchsorted(np.cumsum(shares), chance.random() * shares.sum(), side="right"))
         steps = (number * self.max_lag // self.num_lags for number in range(self.num_lags))
         offset = int(chance.integers(0, self.max_offset + 1))
         lags = tuple((first + step) % self.max_lag + 1 for step in steps)

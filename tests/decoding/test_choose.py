@@ -192,3 +192,9 @@ def test_a_tiny_temperature_is_nearly_greedy(temperature: float) -> None:
     seeds = positions = torch.arange(4)
     chosen = choose(logits, Sampling(temperature, 50, 0.9, 0.1), seeds, positions)
     assert chosen.tolist() == logits.argmax(-1).tolist()
+
+
+def test_whole_numbers_become_what_kernels_take() -> None:
+    sampling = Sampling(1, 5, 1, 0, 2)
+    assert [type(value) for value in vars(sampling).values()] == [float, int, float, float, float]
+    assert sampling == Sampling(1.0, 5, 1.0, 0.0, 2.0)

@@ -84,8 +84,8 @@ def test_the_script_makes_a_draft_and_its_parts_go_on(tiny_folder: Path, tmp_pat
     sources = [{source["name"].rpartition(" ")[2] for source in stage["sources"]} for stage in stages]
     assert sources == [
         {"(prompts)", "(questions)", "(documents)"},
-        {"(prompts)", "(questions)", "(documents)"},
-        {"(prompts)", "(questions)"},
+        {"(prompts)", "(documents)"},
+        {"(prompts)"},
     ]
     assert read_info(out / "data" / "asked").num_tokens >= 500
     model = LongSpec.from_pretrained(tiny_folder, out / "draft", device="cpu", calibrate=False)

@@ -39,7 +39,7 @@ def test_a_grown_draft_is_trained_on(tmp_path: Path) -> None:
     make_target(tmp_path / "target", resolve(DEFAULT_TARGET).folder)
     make_dataset(tmp_path / "data")
     given = [*BASE, f"target.path={tmp_path / 'target'}", f"data.train=[{tmp_path / 'data'}]"]
-    first = [f"run={tmp_path / 'first'}", "draft.cross_layers=[1]", "draft.draft_vocab=64"]
+    first = [f"run={tmp_path / 'first'}", "draft.cross_layers=[-2]", "draft.draft_vocab=64"]
     run([*given, *first])
     folder = tmp_path / "first" / "checkpoints" / "step-00000008" / "draft"
     grown = tmp_path / "grown"
@@ -62,8 +62,9 @@ def test_a_grown_draft_is_trained_on(tmp_path: Path) -> None:
     [
         (("--cross-layers", "9,19"), "those that the draft reads, 9,19,29"),
         (("--cross-layers", "29,19,9"), "in rising order"),
+        (("--cross-layers", "9,19,29,30"), "from 0 to 29"),
         (("--draft-vocab", "50000"), "the draft has 32768"),
-        (("--max-lag", "9"), "trained up to 8"),
+        (("--max-lag", "0"), "trained up to 8"),
     ],
 )
 def test_what_cannot_be_is_named(tmp_path: Path, flags: tuple[str, str], message: str) -> None:

@@ -304,6 +304,13 @@ def test_shorter_sequences_are_joined_and_their_documents_stay_apart(tmp_path: P
     assert mixture[2].tokens.tolist() == Mixture([str(whole)], 128)[0].tokens.tolist()
 
 
+def test_lags_spread_evenly_are_not_drawn_by_decay(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from longspec.cli.main import main
+
+    assert main(["train", *settings(home, "never", "stage.lags=2", "stage.lag_decay=0.5")]) == 2
+    assert "spread evenly" in capsys.readouterr().err
+
+
 def test_tensor_parallel_refusals() -> None:
     from longspec.errors import UserError
     from longspec.train.parallel import check_tp

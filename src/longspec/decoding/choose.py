@@ -38,7 +38,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            number(field.name, getattr(self, field.name))
+            value = number(field.name, getattr(self, field.name))
+            if isinstance(field.default, float):
+                # A kernel takes a whole number for a number of another type.
+                object.__setattr__(self, field.name, value)
         if self.temperature < 0:
             raise UserError(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
         if self.top_k < 0 or self.top_k != int(self.top_k):

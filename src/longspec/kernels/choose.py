@@ -173,12 +173,13 @@ def _winner(best, token, row, num_parts, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["repeat", "ahead"])
 def _pick_kernel(
-    logits, seen, seeds, positions, peaks, leasts, edges, masses, settled, best, token,
+    logits, seen, seeds, positions, peaks, leasts, edges, masses, settled, settling, best, token,
     logits_r, seen_r, size, temperature, penalty, top_p, log_min_p, repeat, ahead,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PENALTY: tl.constexpr, GREEDY: tl.constexpr,
     AGAIN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The best token of a part. AGAIN: for rows alone whose candidate does not hold, among what is better."""
+    """The best token of a part. AGAIN: for rows alone whose candidate does not hold, among what is better;
+    which rows were settled before is read, and which are now is written."""
     await_turn(OVERLAP)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     needed = True
@@ -186,8 +187,8 @@ def _pick_kernel(
         needed = tl.load(settled + row) == 0
         if needed:
             needed = not _holds(masses, row, tl.num_programs(0), top_p, PARTS)
-            if not needed and part == 0:
-                tl.store(settled + row, 1)
+        if part == 0:
+            tl.store(settling + row, tl.where(needed, 0, 1))
     if needed:
         i = part * BLOCK + tl.arange(0, BLOCK)
         logits += row * logits_r
@@ -332,7 +333,7 @@ def choose_tokens(
     out = torch.empty(R, dtype=torch.int64, device=device)
     if temperature == 0:
         _pick_kernel[grid](
-            *(logits, marks, *[logits] * 7, best, token, *rows, 1.0, penalty, 1.0, 0.0, 1, ahead),
+            *(logits, marks, *[logits] * 8, best, token, *rows, 1.0, penalty, 1.0, 0.0, 1, ahead),
             GREEDY=True, AGAIN=False, **blocks, **parts,
         )  # fmt: skip
         _best_kernel[(R,)](best, token, out, num_parts, **parts, **overlap(device))
@@ -342,30 +343,32 @@ def choose_tokens(
     temperature = max(temperature, torch.finfo(torch.float32).tiny)
     peaks, masses = logits.new_empty(R, num_parts), logits.new_empty(R, num_parts, 2)
     leasts, edges = logits.new_empty(2, R).unbind(0)
-    settled = torch.empty(R, dtype=torch.int32, device=device)
+    # One for each turn: what a turn writes must not be what others read in it.
+    settled = torch.empty(_DRAWS, R, dtype=torch.int32, device=device)
     # All tokens below this together have less than what top-p leaves out; a little less, for rounding.
     edge = math.log((1 - top_p) / V) - 0.01 if top_p < 1 else -math.inf
-    _peak_kernel[grid](logits, marks, peaks, leasts, edges, settled, *rows, penalty, edge, **blocks)
+    _peak_kernel[grid](logits, marks, peaks, leasts, edges, settled[0], *rows, penalty, edge, **blocks)
     if 0 < top_k < V:
         _keep_top_k(logits, marks, peaks, leasts, temperature, penalty, int(top_k))
     # One seed for all may have been expanded rather than copied.
-    chance = (seeds.contiguous(), positions.contiguous(), peaks, leasts, edges, masses, settled)
+    chance = (seeds.contiguous(), positions.contiguous(), peaks, leasts, edges, masses)
     limits = (top_p, math.log(min_p) if min_p else -math.inf)
     repeat = R // seeds.shape[0]
     for turn in range(_DRAWS if top_p < 1 else 1):
         _pick_kernel[grid](
-            logits, marks, *chance, best, token, *rows, temperature, penalty, *limits, repeat, ahead,
-            GREEDY=False, AGAIN=turn > 0, **blocks, **parts,
+            logits, marks, *chance, settled[turn - 1], settled[turn], best, token, *rows, temperature,
+            penalty, *limits, repeat, ahead, GREEDY=False, AGAIN=turn > 0, **blocks, **parts,
         )  # fmt: skip
         if top_p < 1:
             _check_kernel[grid](
-                logits, marks, *chance[2:], best, token, out, *rows, temperature, penalty, **blocks, **parts
+                logits, marks, *chance[2:], settled[turn], best, token, out, *rows, temperature, penalty,
+                **blocks, **parts,
             )  # fmt: skip
     if top_p == 1:
         _best_kernel[(R,)](best, token, out, num_parts, **parts, **overlap(device))
     else:
         _finish_kernel[(R,)](
-            logits, marks, *chance, out, *rows, temperature, penalty, *limits, num_parts, repeat, ahead,
-            **blocks, **parts,
+            logits, marks, *chance, settled[-1], out, *rows, temperature, penalty, *limits, num_parts,
+            repeat, ahead, **blocks, **parts,
         )  # fmt: skip
     return out

@@ -86,6 +86,11 @@ def _check(settings: TrainSettings, mixture: Mixture) -> None:
             raise UserError(f"{name} is {value}; it must be at least 1")
     if not 0 < stage.lag_decay <= 1:
         raise UserError(f"stage.lag_decay is {stage.lag_decay}; it is a share, above 0 and at most 1")
+    if stage.lag_decay < 1 and stage.lags > 1:
+        raise UserError(
+            f"stage.lags is {stage.lags}: lags of one sequence are spread evenly, so stage.lag_decay must be 1, "
+            f"and is {stage.lag_decay}"
+        )
     if not 0 <= stage.soft <= 1:
         raise UserError(f"stage.soft is {stage.soft}; it is a share, from 0 to 1")
     if stage.optimizer not in ("adamw", "muon"):

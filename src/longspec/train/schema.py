@@ -83,7 +83,7 @@ class DataSettings:
     """Datasets made by `longspec data`."""
 
     train: list[str] = MISSING
-    """Folders, all of the stage's sequence length."""
+    """Folders of the stage's sequence length, or of shorter ones that it is a multiple of."""
     num_held_out: int = 16
     """Sequences of the last folder kept from training; acceptance is measured on what the target says to
     their beginnings."""

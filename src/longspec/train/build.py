@@ -88,7 +88,7 @@ def _check(settings: TrainSettings, mixture: Mixture) -> None:
         raise UserError(f"stage.lag_decay is {stage.lag_decay}; it is a share, above 0 and at most 1")
     if stage.lag_decay < 1 and stage.lags > 1:
         raise UserError(
-            f"stage.lags is {stage.lags}: lags of one sequence are spread evenly, so stage.lag_decay must be 1, "
+            f"stage.lags is {stage.lags}: a sequence's lags are spread evenly, so stage.lag_decay must be 1, "
             f"and is {stage.lag_decay}"
         )
     if not 0 <= stage.soft <= 1:

@@ -140,6 +140,8 @@ class DraftConfig:
     """How many tokens its head can propose; 0 is the whole vocabulary."""
     intermediate_size: int = 0
     """The width of its feed-forward; 0 is the target's."""
+    lag_gate: bool = False
+    """Whether it is told how far it lags: by that, what the hidden state adds is scaled and shifted."""
 
     def __post_init__(self) -> None:
         for name in ("window", "max_lag"):
@@ -152,6 +154,8 @@ class DraftConfig:
             raise UserError(
                 f"the draft config has draft_vocab = {self.draft_vocab}; 0 is the whole vocabulary"
             )
+        if self.lag_gate and not self.use_feature:
+            raise UserError("the draft config has lag_gate without use_feature; there is nothing to gate")
         if self.intermediate_size < 0:
             raise UserError(
                 f"the draft config has intermediate_size = {self.intermediate_size}; 0 is the target's"
@@ -165,7 +169,8 @@ class DraftConfig:
         ffn = 3 * hidden * self.ffn_size(target)
         own = hidden * (num_qkv + heads) + 2 * hidden * num_cross + ffn
         bias = (num_qkv + num_cross) * self.qkv_bias
-        return own + bias + hidden * hidden * self.use_feature + hidden * (3 + self.final_norm)
+        feature = hidden * (hidden * self.use_feature + 2 * self.max_lag * self.lag_gate)
+        return own + bias + feature + hidden * (3 + self.final_norm)
 
     def ffn_size(self, target: ModelConfig) -> int:
         """How wide its feed-forward is."""

@@ -73,6 +73,7 @@ def test_a_drafts_weights_are_counted(use_feature: bool, qkv_bias: bool) -> None
         qkv_bias=qkv_bias,
         final_norm=use_feature,
         intermediate_size=24 * use_feature,
+        lag_gate=use_feature,
     )
     built = GlideDraft(target, config)
     assert config.num_parameters(target) == sum(weight.numel() for weight in built.parameters())

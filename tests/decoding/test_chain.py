@@ -45,7 +45,13 @@ def test_proposes_what_a_tree_one_node_wide_does(
 ) -> None:
     target, sampling = tiny_target(3, vocab_size=10), Sampling(temperature)
     config = DraftConfig(
-        window=window, cross_layers=(0, 1), use_feature=True, final_norm=True, draft_vocab=4, max_lag=8
+        window=window,
+        cross_layers=(0, 1),
+        use_feature=True,
+        final_norm=True,
+        draft_vocab=4,
+        max_lag=8,
+        lag_gate=True,
     )
     draft = GlideDraft(target.config, config)
     draft.initialise(torch.Generator().manual_seed(1), std=0.4)

@@ -37,7 +37,8 @@ def models(device: torch.device) -> tuple[Transformer, tuple[GlideDraft, DraftHe
     """A random target and a random draft that uses everything a draft may."""
     target = tiny_target(3, vocab_size=40, num_layers=3, hidden_size=64, head_dim=32).to(device)
     target.attention = choose_backend("triton")
-    draft = GlideDraft(target.config, DraftConfig(window=8, cross_layers=(0, -1), use_feature=True))
+    config = DraftConfig(window=8, cross_layers=(0, -1), use_feature=True, lag_gate=True)
+    draft = GlideDraft(target.config, config)
     draft.initialise(torch.Generator().manual_seed(2), std=0.3)
     return target, prepare_draft(draft.to(device), target)
 

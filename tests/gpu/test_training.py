@@ -69,7 +69,9 @@ def test_liger_and_chunks_give_the_same_loss_and_gradients(
 
 @pytest.mark.parametrize("soft", [0.0, 0.5])
 def test_the_objective_on_the_gpu_equals_the_cpu(soft: float) -> None:
-    config = DraftConfig(window=40, max_lag=4, cross_layers=(0, -1), use_feature=True, final_norm=True)
+    config = DraftConfig(
+        window=40, max_lag=4, cross_layers=(0, -1), use_feature=True, final_norm=True, lag_gate=True
+    )
     size = {"vocab_size": 300, "hidden_size": 128, "head_dim": 64}
     chance = np.random.default_rng(0)
     rows = [

@@ -76,6 +76,7 @@ def test_a_draft_proposes_the_same(sampling: Sampling, ours: bool, monkeypatch: 
         final_norm=True,
         qkv_bias=False,
         intermediate_size=96,
+        lag_gate=True,
     )
     # Layers that do not stand evenly, and a vocabulary of its own.
     other = DraftConfig(window=6, cross_layers=(1, 0), draft_vocab=20)

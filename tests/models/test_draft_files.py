@@ -26,6 +26,7 @@ OURS = DraftConfig(
     final_norm=True,
     draft_vocab=5,
     intermediate_size=40,
+    lag_gate=True,
 )
 
 

@@ -86,7 +86,11 @@ def document_logits(
     )
     if draft.config.use_feature:
         late = torch.stack([hidden[i - lag] if i >= lag else torch.zeros_like(x[0]) for i in range(n)])
-        x = x + late @ w["feature.weight"].T
+        added = late @ w["feature.weight"].T
+        if draft.config.lag_gate:
+            scale, shift = (w[name].view(-1, added.shape[1])[lag - 1] for name in ("lag_scale", "lag_shift"))
+            added = added * scale + shift
+        x = x + added
     mixed = norm(x, w["cross_norm.weight"], config.rms_eps) @ w["cross_q.weight"].T
     mixed = mixed + w["cross_q.bias"] if "cross_q.bias" in w else mixed
     queries = turn(target, mixed.view(n, -1, size), where).split(heads, 1)

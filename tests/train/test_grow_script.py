@@ -22,7 +22,9 @@ def grow(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_grown_draft_drafts_as_before(tmp_path: Path) -> None:
-    done = grow("smollm2-135m", tmp_path / "grown", "--cross-layers", "4,9,19,24,29", "--max-lag", 6)
+    done = grow(
+        "smollm2-135m", tmp_path / "grown", "--cross-layers", "4,9,19,24,29", "--max-lag", 6, "--lag-gate"
+    )
     assert done.returncode == 0, done.stderr
     rounds = []
     for draft in ("smollm2-135m", str(tmp_path / "grown")):

@@ -35,6 +35,7 @@ CONFIGS = {
         qkv_bias=False,
         final_norm=True,
         intermediate_size=48,
+        lag_gate=True,
     ),
     "small vocabulary": DraftConfig(window=8, max_lag=4, use_feature=True, draft_vocab=60),
 }

@@ -155,6 +155,7 @@ def test_it_learns_and_what_it_measures_is_what_decoding_does(
         "stage.num_steps=40",
         "stage.lr=5e-3",
         "draft.use_feature=true",
+        "draft.lag_gate=true",
         "draft.draft_vocab=100",
     ]
     more += ["evaluation.new_tokens=40", "stage.soft=1.0", "saving.save_steps=40", "logger=tensorboard"]

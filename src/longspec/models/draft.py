@@ -54,6 +54,10 @@ class GlideDraft(nn.Module):
         self.qkv = Linear(E, num_qkv, config.qkv_bias)
         self.self_output = Linear(target.num_heads * D, E)
         self.feature = Linear(E, E) if config.use_feature else None
+        # In one dimension, as what is no matrix to the optimizer.
+        gates = config.max_lag * E if config.lag_gate else 0
+        self.lag_scale = nn.Parameter(torch.ones(gates)) if gates else None
+        self.lag_shift = nn.Parameter(torch.zeros(gates)) if gates else None
         self.cross_norm = RMSNorm(E, target.rms_eps)
         self.cross_q = Linear(E, self.num_cross * target.num_heads * D, config.qkv_bias)
         self.cross_output = Linear(self.num_cross * target.num_heads * D, E)
@@ -110,7 +114,7 @@ class GlideDraft(nn.Module):
         return str(repository)
 
     def initialise(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
-        """Fresh weights: small normal matrices, zero biases, unit norms."""
+        """Fresh weights: small normal matrices, zero biases, unit norms, gates that hardly change a thing."""
         for module in self.modules():
             if isinstance(module, Linear):
                 nn.init.normal_(module.weight, std=std, generator=generator)
@@ -118,6 +122,9 @@ class GlideDraft(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
+        if self.lag_scale is not None and self.lag_shift is not None:
+            nn.init.normal_(self.lag_scale, 1.0, std, generator=generator)
+            nn.init.normal_(self.lag_shift, 0.0, std, generator=generator)
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of self-attention for embedded tokens x [B, T, E]."""
@@ -132,23 +139,39 @@ class GlideDraft(nn.Module):
         rope: tuple[Tensor, Tensor],
         attention: DraftAttention,
         feature: Tensor | None = None,
+        lags: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [B, T, E] for the head, of embedded tokens x [B, T, E].
 
-        `feature` [B, T or 1, E] is the target's final hidden state at each query's newest verified token.
+        `feature` [B, T or 1, E] is the target's final hidden state at each query's newest verified token,
+        which stands `lags`, int64 [B] or [1], before it.
         """
         out = attention.attend_self(*self.project(x, rope))
-        x, queries = self.query(x, out, rope, self.project_feature(feature))
+        x, queries = self.query(x, out, rope, self.project_feature(feature, lags))
         outs = [attention.attend_cross(index, q) for index, q in enumerate(queries.split(self.num_heads, 2))]
         return self.finish(x, outs)
 
-    def project_feature(self, feature: Tensor | None) -> Tensor | None:
-        """What the target's hidden state [B, T or 1, E] adds to the stream; None where none is used."""
+    def project_feature(self, feature: Tensor | None, lags: Tensor | None = None) -> Tensor | None:
+        """What the target's hidden state [B, T or 1, E] adds to the stream of queries that lag so far behind
+        it (see `forward`); None where none is used."""
         if self.feature is None:
             return None
         assert feature is not None, "this draft needs the target's hidden state"
         projected: Tensor = self.feature(feature)
-        return projected
+        if self.lag_scale is None or self.lag_shift is None:
+            return projected
+        assert lags is not None, "this draft is told how far it lags"
+        scale, shift = (gate.view(-1, 1, projected.shape[2]) for gate in (self.lag_scale, self.lag_shift))
+        return torch.addcmul(shift[lags - 1], projected, scale[lags - 1])
+
+    def features(self, feature: Tensor, depth: int) -> list[Tensor | None]:
+        """What the target's hidden state [B, 1, E] adds at each of so many levels of a tree."""
+        projected = None if self.feature is None else self.feature(feature)
+        if projected is None or self.lag_scale is None or self.lag_shift is None:
+            return [projected] * depth
+        gates = (self.lag_scale, self.lag_shift)
+        scale, shift = (gate.view(-1, 1, 1, projected.shape[2])[:depth] for gate in gates)
+        return list(torch.addcmul(shift, projected, scale).unbind(0))
 
     def query(
         self, x: Tensor, out: Tensor, rope: tuple[Tensor, Tensor], projected: Tensor | None

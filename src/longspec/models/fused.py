@@ -56,8 +56,6 @@ class DraftPass:
     cross: list[tuple[Tensor, Tensor]]
     """The target's KV of the cross layers, see `cross_caches`."""
     plan: AttentionPlan
-    feature: Tensor | None
-    """What the target's hidden state adds to each row's residual stream, [B, 1, E]."""
 
 
 Place = tuple[Tensor, Tensor, Tensor]
@@ -72,15 +70,23 @@ def write_draft(
     _write_draft(draft, x, target.rope.table, positions, place)
 
 
-def run_draft(run: DraftPass, tokens: Tensor, positions: Tensor, place: Place, sees: Tensor) -> Tensor:
+def run_draft(
+    run: DraftPass,
+    tokens: Tensor,
+    feature: Tensor | None,
+    positions: Tensor,
+    place: Place,
+    sees: Tensor,
+) -> Tensor:
     """What `GlideDraft.forward` returns for tokens [B, T], while decoding.
 
-    Of the entries at `place` the queries see what `sees` [B, T, S] allows.
+    `feature` [B, 1, E] is what the target's hidden state adds to each row's residual stream. Of the entries
+    at `place` the queries see what `sees` [B, T, S] allows.
     """
     draft, table, attention = run.draft, run.target.rope.table, run.target.attention
     keys, values, entries = place
     factor = _factor((draft.self_norm, draft.qkv), tokens.numel())
-    x, stream = embed(tokens, run.target.embedding, run.feature, factor)
+    x, stream = embed(tokens, run.target.embedding, feature, factor)
     q = _write_draft(draft, x, table, positions, place)
     out = attention.masked(q, keys, values, sees)[0]
     cross = (draft.cross_norm, draft.cross_q)

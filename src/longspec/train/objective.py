@@ -113,7 +113,8 @@ class Objective:
         attention = LaggedAttention(layout, self.draft.config.window, shifted)
         x = F.embedding(layout.tokens, self.target.embedding)
         rope = self.target.rope(layout.positions)
-        return (self.run_draft or self.draft)(x, rope, attention, feature)
+        lags = torch.tensor(layout.lags, device=x.device)
+        return (self.run_draft or self.draft)(x, rope, attention, feature, lags)
 
     def __call__(self, layout: Layout, read: Read | None = None) -> Outcome:
         """The loss of one batch, which the target may have `read` already, for another lag."""

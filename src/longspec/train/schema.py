@@ -37,6 +37,8 @@ class DraftSettings:
     """How many of the training data's most frequent tokens its head can propose; 0 is all."""
     intermediate_size: int = 0
     """The width of its feed-forward; 0 is the target's."""
+    lag_gate: bool = False
+    """Whether it is told how far it lags; by that, what the hidden state adds is scaled and shifted."""
 
 
 @dataclass

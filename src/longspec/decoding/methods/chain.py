@@ -25,7 +25,7 @@ class _Round:
     """Where the queries' own keys and values are in the ring."""
     cos: Tensor
     sin: Tensor
-    feature: Tensor | None
+    features: list[Tensor | None]
     prefix: AttentionPlan
 
     def rope(self, depth: int) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class Chain(Glide):
             positions % self.ring.window,
             cos,
             sin,
-            self._draft.project_feature(state.feature[:, None]),
+            self._draft.features(state.feature[:, None], self.num_nodes - 1),
             state.target.attention.plan(state.cache.lengths, 1),
         )
 
@@ -104,7 +104,7 @@ class Chain(Glide):
         attention = state.target.attention
         filled = (this.positions[:, depth] + 1).clamp(max=self.ring.window)
         out = attention.prefix(q, self.ring.keys, self.ring.values, attention.plan(filled, 1))[0]
-        x, queries = self._draft.query(x, out, this.rope(depth), this.feature)
+        x, queries = self._draft.query(x, out, this.rope(depth), this.features[depth])
         outs = [
             attention.prefix(part, *state.cache.layer(layer), this.prefix)[0]
             for part, layer in zip(queries.split(self._draft.num_heads, 2), self._layers, strict=True)

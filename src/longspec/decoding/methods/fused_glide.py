@@ -47,12 +47,13 @@ def propose_tree(
         target,
         cross_caches(state.cache, draft.config.layers_of(draft.target_config)),
         target.attention.plan(lengths, 1),
-        draft.project_feature(state.feature[:, None]),
     )
+    features = draft.features(state.feature[:, None], len(shape))
     for depth, level in enumerate(levels[:-1]):
         sees, positions, entries = level_places(ring.positions, lengths, parents, level, depth, ring.window)
         place = (ring.keys, ring.values, entries)
-        hidden = run_draft(run, tokens[:, level.start : level.stop], positions, place, sees)
+        new = tokens[:, level.start : level.stop]
+        hidden = run_draft(run, new, features[depth], positions, place, sees)
         _grow(state, head, hidden, tree, level, len(levels[depth + 1]), depth)
     if text is not None:
         chances = (LEAST, MOST, DOUBT, FADE)

@@ -209,7 +209,8 @@ class Glide:
             self._layers,
             plan,
         )
-        return self._draft(x, state.target.rope(positions), attention, feature)
+        lags = torch.tensor([depth + 1], device=x.device)
+        return self._draft(x, state.target.rope(positions), attention, feature, lags)
 
     def _best_level(self, state: DecodeState, levels: list[_Level], logits: Tensor, depth: int) -> _Level:
         """The best children of the last level's nodes, chosen across the whole level."""

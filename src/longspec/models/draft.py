@@ -158,20 +158,26 @@ class GlideDraft(nn.Module):
             return None
         assert feature is not None, "this draft needs the target's hidden state"
         projected: Tensor = self.feature(feature)
-        if self.lag_scale is None or self.lag_shift is None:
+        if (gates := self._gates()) is None:
             return projected
         assert lags is not None, "this draft is told how far it lags"
-        scale, shift = (gate.view(-1, 1, projected.shape[2]) for gate in (self.lag_scale, self.lag_shift))
-        return torch.addcmul(shift[lags - 1], projected, scale[lags - 1])
+        scale, shift = (gate[lags - 1] for gate in gates)
+        return torch.addcmul(shift, projected, scale)
 
     def features(self, feature: Tensor, depth: int) -> list[Tensor | None]:
         """What the target's hidden state [B, 1, E] adds at each of so many levels of a tree."""
         projected = None if self.feature is None else self.feature(feature)
-        if projected is None or self.lag_scale is None or self.lag_shift is None:
+        if projected is None or (gates := self._gates()) is None:
             return [projected] * depth
-        gates = (self.lag_scale, self.lag_shift)
-        scale, shift = (gate.view(-1, 1, 1, projected.shape[2])[:depth] for gate in gates)
+        scale, shift = (gate[:depth, None] for gate in gates)
         return list(torch.addcmul(shift, projected, scale).unbind(0))
+
+    def _gates(self) -> tuple[Tensor, Tensor] | None:
+        """Scale and shift of each lag, [max_lag, 1, E]; None where there are none."""
+        if self.lag_scale is None or self.lag_shift is None:
+            return None
+        shape = (self.config.max_lag, 1, -1)
+        return self.lag_scale.view(shape), self.lag_shift.view(shape)
 
     def query(
         self, x: Tensor, out: Tensor, rope: tuple[Tensor, Tensor], projected: Tensor | None

@@ -72,8 +72,8 @@ class Layout:
     """[M]: the flat places of the queries that count."""
     labels: Tensor
     """[M]: the tokens they should predict, as rows of the head that the draft uses."""
-    lags: tuple[int, ...]
-    """Of each row."""
+    lags: Tensor
+    """[B]: how far each row's queries lag behind the target."""
 
 
 def head_rows(vocab_ids: Tensor | None, vocab_size: int) -> NDArray[np.int64]:
@@ -128,5 +128,5 @@ def lay_out(
         to_device(sees),
         to_device(queries),
         to_device(labels.reshape(-1)[queries + 1]),
-        tuple(lags),
+        to_device(np.asarray(lags)),
     )

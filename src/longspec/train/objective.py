@@ -113,8 +113,7 @@ class Objective:
         attention = LaggedAttention(layout, self.draft.config.window, shifted)
         x = F.embedding(layout.tokens, self.target.embedding)
         rope = self.target.rope(layout.positions)
-        lags = torch.tensor(layout.lags, device=x.device)
-        return (self.run_draft or self.draft)(x, rope, attention, feature, lags)
+        return (self.run_draft or self.draft)(x, rope, attention, feature, layout.lags)
 
     def __call__(self, layout: Layout, read: Read | None = None) -> Outcome:
         """The loss of one batch, which the target may have `read` already, for another lag."""

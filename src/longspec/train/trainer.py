@@ -244,9 +244,8 @@ class Trainer:
         return following
 
     def _note(self, layout: Layout, outcome: Outcome) -> None:
-        lags = torch.tensor(layout.lags, device=outcome.probes.device, dtype=outcome.probes.dtype)
         probes = outcome.probes.clone()
-        probes[:, 2] = lags[probes[:, 2].long()]
+        probes[:, 2] = layout.lags[probes[:, 2].long()]
         self.sums.loss.append(outcome.loss.detach())
         self.sums.probes.append(probes)
 

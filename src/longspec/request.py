@@ -162,7 +162,8 @@ class Request:
         state = self._state = start(engine.target, cache, self.rows, self._sampling)
         on_device = engine.replays and needs_no_host(state, self.method)
         rounds = engine.store.rounds if on_device else None
-        for _ in decode(state, self.method, self._acceptance, rounds=rounds):
+        fill = engine.store.rounds.fill if engine.replays else None
+        for _ in decode(state, self.method, self._acceptance, rounds=rounds, fill=fill):
             self._prefill_seconds = state.prefill_seconds
             self._num_prefilled = state.num_prefilled
             for row, text in zip(self.rows, self.texts, strict=True):

@@ -17,6 +17,7 @@ from torch import Tensor
 from longspec.attention.base import copies_whole
 from longspec.decoding.accept import Accepted
 from longspec.decoding.choose import choose
+from longspec.decoding.fill import Filler, pays
 from longspec.decoding.graph import capture
 from longspec.decoding.guard import Guarded, Resting
 from longspec.decoding.loop import Acceptance, DecodeState, Method, advance
@@ -265,20 +266,20 @@ class _Slot:
 
 
 class RoundStore:
-    """The rounds of the last few methods over one cache, between requests."""
+    """The rounds of the last few methods over one cache, and what fills it, between requests."""
 
     MOST = 8
     """Methods whose rounds are kept."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Hashable, ...], DeviceRounds] = {}
+        self._filler: Filler | None = None
 
     def __call__(
         self, state: DecodeState, method: Method, acceptance: Acceptance
     ) -> Iterator[list[list[int]]]:
         """See `Rounds`; the method must have a `device_key`."""
-        if any(kept.cache is not state.cache for kept in self._kept.values()):
-            self.clear()
+        self._check(state)
         guard = method if isinstance(method, Guarded) else None
         key = (method.device_key, state.sampling, state.rows[0].eos_ids)
         if key not in self._kept:
@@ -287,9 +288,27 @@ class RoundStore:
             self._kept[key] = DeviceRounds(state, method if guard is None else guard.method)
         return self._kept[key].run(state, guard)
 
+    def fill(self, state: DecodeState) -> bool:
+        """See `Fill`."""
+        if not pays(state):
+            return False
+        self._check(state)
+        if self._filler is None:
+            self._filler = Filler(state.target, state.cache)
+        self._filler.fill(state)
+        return True
+
+    def _check(self, state: DecodeState) -> None:
+        """Graphs over another cache are of no use to this state."""
+        held = [kept.cache for kept in self._kept.values()]
+        held += [] if self._filler is None else [self._filler.cache]
+        if any(cache is not state.cache for cache in held):
+            self.clear()
+
     def clear(self) -> None:
         """Let go of the graphs, and of the cache that they hold on to."""
         self._kept.clear()
+        self._filler = None
 
 
 def replays(target: Transformer) -> bool:

@@ -85,21 +85,26 @@ Rounds = Callable[[DecodeState, Method, Acceptance], Iterator[list[list[int]]]]
 """Gives what each row emits, round by round, once the prompts are in the cache."""
 
 
+Fill = Callable[[DecodeState], bool]
+"""Brings the prompts into the cache, and says so; or leaves it to the loop."""
+
+
 def decode(
     state: DecodeState,
     method: Method,
     acceptance: Acceptance = accept_coupled,
     chunk: int = PREFILL_CHUNK,
     rounds: Rounds | None = None,
+    fill: Fill | None = None,
 ) -> Iterator[list[list[int]]]:
     """Prefill, then run rounds until every row is finished; yields what each row kept, at each turn.
 
     What the cache already holds of a row's prompt (its `lengths`) is not computed again. `rounds` gives the
-    rounds another home than this loop, such as a captured graph.
+    rounds another home than this loop, such as a captured graph, and so does `fill` for short prompts.
     """
     with torch.inference_mode():
         started = time.perf_counter()
-        prefill(state, chunk)
+        prefill(state, chunk, fill)
         firsts = state.roots.tolist()
         kept = [row.keep_first(token) for row, token in zip(state.rows, firsts, strict=True)]
         state.prefill_seconds = time.perf_counter() - started
@@ -209,11 +214,18 @@ def start(target: Transformer, cache: KVCache, rows: list[Row], sampling: Sampli
     return DecodeState(target, cache, rows, sampling, seeds, seen, ones[:, None], ones, feature)
 
 
-def prefill(state: DecodeState, chunk: int) -> None:
-    """Bring every row's prompt into the cache and choose its first token.
+def prefill(state: DecodeState, chunk: int, fill: Fill | None = None) -> None:
+    """Bring every row's prompt into the cache and choose its first token."""
+    if fill is None or not fill(state):
+        _fill(state, chunk)
+    logits = state.target.logits(state.feature)
+    firsts = choose(logits, state.sampling, state.seeds, state.cache.lengths, state.seen)
+    state.emitted = firsts[:, None]
+    _mark_seen(state, state.emitted, state.num_emitted)
 
-    Rows are taken one by one, in chunks, so memory beyond the cache is bounded by the chunk.
-    """
+
+def _fill(state: DecodeState, chunk: int) -> None:
+    """Bring the prompts into the cache, in chunks and row by row, so that the chunk bounds the memory."""
     last_hidden = []
     for index, row in enumerate(state.rows):
         cache = state.cache.row(index)
@@ -226,7 +238,3 @@ def prefill(state: DecodeState, chunk: int) -> None:
             cache.advance(len(piece))
         last_hidden.append(hidden[:, -1])
     state.feature = torch.cat(last_hidden)
-    logits = state.target.logits(state.feature)
-    firsts = choose(logits, state.sampling, state.seeds, state.cache.lengths, state.seen)
-    state.emitted = firsts[:, None]
-    _mark_seen(state, state.emitted, state.num_emitted)

@@ -282,20 +282,27 @@ class RoundStore:
         self._check(state)
         guard = method if isinstance(method, Guarded) else None
         key = (method.device_key, state.sampling, state.rows[0].eos_ids)
-        if key not in self._kept:
+        rounds = self._kept.get(key)
+        if rounds is None or rounds.cache is not state.cache:
             while len(self._kept) >= self.MOST:
                 del self._kept[next(iter(self._kept))]
-            self._kept[key] = DeviceRounds(state, method if guard is None else guard.method)
-        return self._kept[key].run(state, guard)
+            rounds = self._kept[key] = DeviceRounds(state, method if guard is None else guard.method)
+        return rounds.run(state, guard)
 
     def fill(self, state: DecodeState) -> bool:
-        """See `Fill`."""
+        """See `Fill`. To record a pass costs more than to launch one, so the first over a cache is left to
+        the loop."""
+        self._check(state)
+        filler = self._filler
         if not pays(state):
             return False
-        self._check(state)
-        if self._filler is None:
+        if filler is None:
             self._filler = Filler(state.target, state.cache)
-        self._filler.fill(state)
+            return False
+        # Another thread may have put its own there meanwhile.
+        if filler.cache is not state.cache:
+            return False
+        filler.fill(state)
         return True
 
     def _check(self, state: DecodeState) -> None:

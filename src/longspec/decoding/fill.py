@@ -11,14 +11,15 @@ from torch import Tensor
 
 from longspec.cache import KVCache
 from longspec.decoding.graph import capture
-from longspec.decoding.loop import DecodeState
+from longspec.decoding.loop import PREFILL_CHUNK, DecodeState
 from longspec.models.layers import Block
 from longspec.models.target import Transformer
 
-# Tokens of a row that one replay takes in. So many rows, a layer's products have kernels of their own.
+# Tokens of a row that one replay takes in: as many as our own products are for.
 SIZE = 64
-# What a layer takes, in microseconds: the host's launches, a replay's kernels, and a MB of weights.
-_LAUNCHED, _REPLAYED, _PER_MB = 600.0, 25.0, 0.25
+# What a layer takes, in microseconds: the host's launches, a replay's kernels, a MB of weights; and how much
+# more of the latter each further row takes.
+_LAUNCHED, _REPLAYED, _PER_MB, _MORE = 600.0, 25.0, 0.25, 0.3
 
 
 class Filler:
@@ -36,6 +37,7 @@ class Filler:
     def fill(self, state: DecodeState) -> None:
         """Take in all that is lacking; the state gets the hidden state of each prompt's last token."""
         lacking = _lacking(state)
+        assert all(lacking), "the last prompt token must be computed, for its logits"
         if self._graph is None and self._target.device.type == "cuda":
             self._counts.zero_()
             self._graph = capture(self._take, self._target.device)
@@ -69,15 +71,19 @@ class Filler:
 
 def pays(state: DecodeState) -> bool:
     """Whether replays are the faster way to fill this state's cache, and have room for their padding."""
-    longest = max(len(tokens) for tokens in _lacking(state))
+    num_rows = len(state.rows)
+    if num_rows * SIZE > PREFILL_CHUNK:  # what bounds the memory of a pass
+        return False
     if any(len(row.prompt) + SIZE > state.cache.capacity for row in state.rows):
         return False
     block = state.target.blocks[0]
     assert isinstance(block, Block)
     megabytes = sum(weight.numel() * weight.itemsize for weight in block.parameters()) / 1e6
-    replayed = -(-longest // SIZE) * (_REPLAYED + _PER_MB * megabytes)
+    # Rows beyond the first are computed, padding and all, by weights that are there already.
+    replay = _REPLAYED + _PER_MB * megabytes * (1 + _MORE * (num_rows - 1))
+    longest = max(len(tokens) for tokens in _lacking(state))
     # Replays take all rows at a time; otherwise each row is launched by itself.
-    return replayed < _LAUNCHED * len(state.rows)
+    return -(-longest // SIZE) * replay < _LAUNCHED * num_rows
 
 
 def _lacking(state: DecodeState) -> list[list[int]]:

@@ -11,7 +11,6 @@ from longspec.kernels.launch import await_turn, overlap
 from longspec.kernels.tree import Levels
 
 _CHUNKS = 32  # of a program that only looks for their highs
-_NODE_WARPS = 4
 _REMOVED = tl.constexpr(-(2**63))
 
 
@@ -162,8 +161,7 @@ def best_children(
     _node_kernel[(B * n,)](
         *given, highs, sums, tree[2][:, level.start :], node_scores, node_tokens,
         V, count, n, num_chunks, scores.stride(0), temperature,
-        CHUNKS=triton.next_power_of_2(num_chunks), COUNT=triton.next_power_of_2(count),
-        num_warps=_NODE_WARPS, **noisy,
+        CHUNKS=triton.next_power_of_2(num_chunks), COUNT=triton.next_power_of_2(count), num_warps=4, **noisy,
     )  # fmt: skip
     _level_kernel[(B,)](
         node_scores, node_tokens, node_tokens if token_ids is None else token_ids, tokens, parents, scores,

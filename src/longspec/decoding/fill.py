@@ -19,7 +19,7 @@ from longspec.models.target import Transformer
 SIZE = 64
 # What a layer takes, in microseconds: the host's launches, a replay's kernels, a MB of weights; and how much
 # more of the latter each further row takes.
-_LAUNCHED, _REPLAYED, _PER_MB, _MORE = 600.0, 25.0, 0.25, 0.3
+_LAUNCHED, _REPLAYED, _PER_MB, _MORE = 600.0, 25.0, 0.29, 0.3
 
 
 class Filler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -12,7 +12,7 @@ import torch
 
 from longspec import hub
 from longspec.attention import choose_backend
-from longspec.calibration import plan_for
+from longspec.calibration import Planner
 from longspec.config import ModelConfig
 from longspec.decoding.choose import Sampling
 from longspec.decoding.methods.make import Drafting
@@ -98,7 +98,6 @@ class LongSpec:
         if wanted and wanted != "none":
             path = hub.resolve_draft(wanted, offline=offline, progress=progress)
             drafting, acceptance = _load_drafting(path, model, files.name, draft_dtype)
-        plan = cache(partial(plan_for, model, drafting, acceptance, limit, progress))
         return cls(
             Engine(
                 name=files.name,
@@ -110,7 +109,7 @@ class LongSpec:
                 store=PrefixStore(),
                 draft=drafting,
                 draft_name=wanted if drafting else None,
-                plan=plan if calibrate else None,
+                plan=Planner(model, drafting, acceptance, limit, progress) if calibrate else None,
             )
         )
 

@@ -1,4 +1,4 @@
-"""The plan of `auto`: measured once per model, draft and machine, and remembered on disk.
+"""The plans of `auto`: measured once per model, draft, batch and machine, and remembered on disk.
 
 What is measured while other programs take the processors is used, but not believed: it is measured again the
 next time, a few times at most, and the least disturbed figures count.
@@ -11,7 +11,8 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ import torch
 from longspec import __version__
 from longspec.decoding.auto import Costs, Plan, candidates
 from longspec.decoding.device import replays
-from longspec.decoding.methods.make import Drafting
-from longspec.decoding.timing import Times, measure, places
+from longspec.decoding.methods.make import Drafting, MethodOptions
+from longspec.decoding.timing import Times, measure, place_of
 from longspec.hub import cache_dir
 from longspec.models.files import write_whole
 from longspec.models.placement import device_name
@@ -29,36 +30,54 @@ from longspec.models.target import Transformer
 from longspec.progress import count_bar
 
 
-def plan_for(
-    target: Transformer,
-    draft: Drafting | None,
-    acceptance: dict[str, Any],
-    limit: int,
-    progress: bool,
-) -> Plan:
-    """The plan for this model on this machine, measured if it never was."""
-    replayed = replays(target)
-    options = candidates(draft[0] if draft else None, acceptance, target.device.type == "cpu", replayed)
-    if not options:
-        return Plan(Costs({}), acceptance, options)
-    where = places(target, limit, replayed)
-    path = cache_dir() / "calibration" / f"{_key(target, draft, [list(options), where, replayed])}.json"
-    known = _read(path)
-    if known is None or not known.settled:
-        if progress:
-            print("longspec: measuring this machine for --method auto (once)", file=sys.stderr)
-        total = (len(options) + 1) * sum(len(contexts) for _, contexts in where)
+@dataclass(frozen=True)
+class Planner:
+    """Gives the plans for one model on this machine, each measured if it never was."""
+
+    target: Transformer
+    draft: Drafting | None
+    acceptance: dict[str, Any]
+    limit: int
+    """Tokens of the longest text."""
+    progress: bool
+    plans: dict[int, Plan] = field(default_factory=dict)
+    """Those that were asked for, by the batch that was timed."""
+
+    def __call__(self, num_rows: int) -> Plan:
+        """For requests of so many rows."""
+        target, acceptance = self.target, self.acceptance
+        draft = self.draft[0] if self.draft else None
+        options = candidates(draft, acceptance, target.device.type == "cpu", replays(target))
+        if not options:
+            return Plan(Costs({}), acceptance, options)
+        place = place_of(target, self.limit, replays(target), num_rows)
+        batch = place[0]
+        if batch not in self.plans:
+            self.plans[batch] = Plan(Costs(self._times(options, place)), acceptance, options)
+        return self.plans[batch]
+
+    def _times(self, options: Mapping[str, MethodOptions], place: tuple[int, tuple[int, ...]]) -> Times:
+        """What is remembered, or measured now."""
+        target, draft, replayed = self.target, self.draft, replays(self.target)
+        path = cache_dir() / "calibration" / f"{_key(target, draft, [list(options), place, replayed])}.json"
+        known = _read(path)
+        if known is not None and known.settled:
+            return known.times
+        batch, contexts = place
+        if self.progress:
+            rows = f", {batch} rows" if batch > 1 else ""
+            print(f"longspec: measuring this machine for --method auto{rows} (once)", file=sys.stderr)
         work = _Work()
-        with count_bar("measuring", total, progress) as advance:
-            times = measure(target, draft, options, where, replayed, advance)
+        with count_bar("measuring", (len(options) + 1) * len(contexts), self.progress) as advance:
+            times = measure(target, draft, options, place, replayed, advance)
         known = _Measured.after(known, times, target.device.type != "cpu" or work.alone())
-        if progress and not known.settled:
+        if self.progress and not known.settled:
             print(
                 "longspec: other programs are at work here, so it is measured again next time",
                 file=sys.stderr,
             )
         _write(path, known)
-    return Plan(Costs(known.times), acceptance, options)
+        return known.times
 
 
 @dataclass(frozen=True)
@@ -85,8 +104,8 @@ class _Measured:
             return cls(times, 1, alone)
         least = {
             name: [
-                (batch, context, min(seconds, old))
-                for (batch, context, seconds), (*_, old) in zip(lines, before.times[name], strict=True)
+                (context, min(seconds, old))
+                for (context, seconds), (_, old) in zip(lines, before.times[name], strict=True)
             ]
             for name, lines in times.items()
         }
@@ -136,7 +155,7 @@ def _read(path: Path) -> _Measured | None:
     try:
         found = json.loads(path.read_text())
         times = {
-            str(name): [(int(a), int(b), float(c)) for a, b, c in lines]
+            str(name): [(int(context), float(seconds)) for context, seconds in lines]
             for name, lines in found["times"].items()
         }
         return _Measured(times, int(found["tries"]), bool(found["alone"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,16 +57,29 @@ def _plain(given: Any) -> Any:
     return given.tolist() if hasattr(given, "tolist") else given
 
 
+def _loader(folder: Path) -> Any:
+    """What reads the folder's tokenizer: the plain class where that is what `AutoTokenizer` would come to.
+    To find out by itself it imports what takes seconds."""
+    import transformers
+
+    told: dict[str, Any] = {}
+    for name in ("config.json", "tokenizer_config.json"):
+        try:
+            told |= json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, TypeError):
+            return transformers.AutoTokenizer  # which says what is wrong
+    plain = told.get("model_type") == "llama" and told.get("tokenizer_class") == "TokenizersBackend"
+    return transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
+
+
 class PromptEncoder:
     """A tokenizer with its chat template."""
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
-        from transformers import AutoTokenizer
-
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             raise UserError(f"{folder} has no tokenizer: one of {', '.join(_TOKENIZER_FILES)} is needed")
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            self.tokenizer: Any = _loader(folder).from_pretrained(folder, trust_remote_code=False)
         except Exception as error:
             # Whatever a broken tokenizer file makes the library raise, the user needs the folder's name.
             reason = " ".join(str(error).split())[:300] or type(error).__name__

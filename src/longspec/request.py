@@ -74,8 +74,9 @@ class Engine:
     store: PrefixStore
     draft: Drafting | None = None
     draft_name: str | None = None
-    plan: Callable[[], Plan] | None = None
-    """Gives the plan of `auto`, measuring for it the first time; None goes without measurements."""
+    plan: Callable[[int], Plan] | None = None
+    """Gives the plan of `auto` for so many rows, measuring for it the first time; None goes without
+    measurements."""
 
     @property
     def replays(self) -> bool:
@@ -89,11 +90,11 @@ class Engine:
         if self.plan is None:
             settled = replace(options, method="lookup" if self.draft is None else "tree")
             return settled, Prices(((num_nodes(settled), UNMEASURED_COST),)), None
-        plan = self.plan()
-        planned, prices = plan.pick(context, num_rows)
+        plan = self.plan(num_rows)
+        planned, prices = plan.pick(context)
         limits = [limit for limit in (planned.max_nodes, options.max_nodes) if limit is not None]
         most = min(limits, default=None)
-        found = plan.lookup(context, num_rows) if planned.method in ("seq", "tree") else None
+        found = plan.lookup(context) if planned.method in ("seq", "tree") else None
         copying = None
         if found is not None:
             assert self.draft is not None

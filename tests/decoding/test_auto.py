@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from longspec import LongSpec
-from longspec.calibration import plan_for
+from longspec.calibration import Planner
 from longspec.config import DraftConfig
 from longspec.decoding.auto import Costs, Plan, candidates
 from longspec.decoding.choose import Sampling
@@ -35,7 +35,7 @@ ACCEPTANCE = {"chain": [0.8, 0.6, 0.4, 0.3], "trees": {"4,8": [0.9, 0.7]}}
 def costs(**ratios: float) -> Costs:
     """Measurements by name, spaces for underscores, in vanilla steps."""
     named = {"vanilla": 1.0} | {name.replace("_", " "): ratio for name, ratio in ratios.items()}
-    return Costs({name: [(1, 256, ratio)] for name, ratio in named.items()})
+    return Costs({name: [(256, ratio)] for name, ratio in named.items()})
 
 
 def plan(measured: Costs, acceptance: dict[str, Any] = ACCEPTANCE, drafting: bool = True) -> Plan:
@@ -47,41 +47,41 @@ def test_the_best_gain_for_its_cost_is_picked() -> None:
     assert gain(MethodOptions("seq", gamma=2), ACCEPTANCE) == pytest.approx(2.4)
     assert gain(MethodOptions("tree", tree_shape=(4, 8)), ACCEPTANCE) == pytest.approx(2.6)
     measured = costs(seq_1=1.1, seq_2=1.2, seq_3=1.5, lookup_2=1.1)
-    options, prices = plan(measured).pick(300, 1)
+    options, prices = plan(measured).pick(300)
     assert (options.method, options.gamma, options.min_confidence) == ("seq", 2, 0.2)
     assert [prices(nodes) for nodes in (1, 2, 3, 4)] == [1, 1.1, 1.2, 1.5]
-    tree = Costs(measured.times | {"tree 4,8": [(1, 256, 1.25)]})
-    assert plan(tree).pick(300, 1)[0].tree_shape == (4, 8)
+    tree = Costs(measured.times | {"tree 4,8": [(256, 1.25)]})
+    assert plan(tree).pick(300)[0].tree_shape == (4, 8)
 
 
 def test_copying_comes_before_drafting_where_it_is_cheap() -> None:
     made = plan(costs(seq_2=1.2, lookup_2=1.1, lookup_4=1.3, lookup_7=1.7))
-    assert made.pick(300, 1)[0].method == "seq"
-    found = made.lookup(300, 1)
+    assert made.pick(300)[0].method == "seq"
+    found = made.lookup(300)
     assert found is not None
     assert (found[0].gamma, found[1](5)) == (4, 1.3)
-    assert plan(costs(seq_2=1.2, lookup_2=1.7)).lookup(300, 1) is None
+    assert plan(costs(seq_2=1.2, lookup_2=1.7)).lookup(300) is None
 
 
 def test_what_would_lose_is_not_picked() -> None:
     dear = costs(seq_1=2.0, seq_2=2.9, lookup_2=1.2, lookup_4=1.4, lookup_7=1.7)
-    options, prices = plan(dear).pick(300, 1)
+    options, prices = plan(dear).pick(300)
     assert (options.method, options.gamma) == ("lookup", 4)
     assert [prices(nodes) for nodes in (1, 3, 4, 5)] == [1, 1.2, pytest.approx(1.3), 1.4]
-    assert plan(costs(seq_1=2.0, lookup_2=1.7)).pick(300, 1)[0].method == "vanilla"
-    assert plan(costs(lookup_2=1.1), drafting=False).pick(300, 1)[0].method == "lookup"
+    assert plan(costs(seq_1=2.0, lookup_2=1.7)).pick(300)[0].method == "vanilla"
+    assert plan(costs(lookup_2=1.1), drafting=False).pick(300)[0].method == "lookup"
 
 
 def test_a_disturbed_measurement_makes_nothing_cheaper_than_it_can_be() -> None:
     odd = costs(seq_1=1.9, seq_2=1.2, seq_3=0.7, seq_4=1.4)
-    options, prices = plan(odd).pick(300, 1)
+    options, prices = plan(odd).pick(300)
     assert options.gamma == 3
     assert [prices(nodes) for nodes in (1, 2, 3, 4, 5)] == [1, 1, 1, 1, 1.4]
 
 
 def test_an_unmeasured_draft_is_assumed_to_be_middling() -> None:
     assert gain(MethodOptions("seq", gamma=2), {}) == pytest.approx(1 + 0.6 + 0.36)
-    assert plan(costs(seq_2=1.2), acceptance={}).pick(300, 1)[0].method == "seq"
+    assert plan(costs(seq_2=1.2), acceptance={}).pick(300)[0].method == "seq"
 
 
 def test_what_was_not_measured_follows_from_what_was() -> None:
@@ -107,7 +107,7 @@ def test_fewer_nodes_as_the_context_grows() -> None:
     draft = GlideDraft(tiny_target().config, DraftConfig(max_lag=8))
     acceptance = {"chain": [0.7, 0.5, 0.36, 0.25]}
     options = candidates(draft, acceptance, on_cpu=False, replays=True)
-    assert [name for name in options if not name.startswith("seq")] == [
+    assert list(options) == [
         "tree 4,4,4,4/8",
         "tree 4,8,8,8,8/16",
         "tree 4,16,16,16,16,16/32",
@@ -115,14 +115,14 @@ def test_fewer_nodes_as_the_context_grows() -> None:
     ]
     # Milliseconds: what reading the weights takes, and a prefix whose price follows the nodes.
     times = {
-        name: [(1, at, 8 + depth * 0.4 + at / 16384 * (1 + nodes / 16)) for at in (1024, 16384, 65536)]
+        name: [(at, 8 + depth * 0.4 + at / 16384 * (1 + nodes / 16)) for at in (1024, 16384, 65536)]
         for name, nodes, depth in [
             ("vanilla", 1, 0),
             *((name, num_nodes(one), len(one.tree_shape)) for name, one in options.items()),
         ]
     }
     made = Plan(Costs(times), acceptance, options)
-    sizes = [num_nodes(made.pick(context, 1)[0]) for context in (1024, 8192, 65536, 131072, 524288)]
+    sizes = [num_nodes(made.pick(context)[0]) for context in (1024, 8192, 65536, 131072, 524288)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] == 64
     assert sizes[-1] <= 16
@@ -133,12 +133,12 @@ def test_what_is_replayed_is_timed_as_it_runs() -> None:
     draft = GlideDraft(target.config, DraftConfig(window=8, max_lag=4))
     draft.initialise(torch.Generator().manual_seed(0))
     options = candidates(draft, {}, on_cpu=False, replays=True)
-    where = [(1, (8, 32)), (2, (8,))]
-    found = measure(target, (draft, DraftHead(target, None)), options, where, replays=True)
-    assert set(found) == {"vanilla", *options}
-    for times in found.values():
-        assert [tuple(place) for *place, _ in times] == [(1, 8), (1, 32), (2, 8)]
-        assert all(0 < seconds < 5 for *_, seconds in times)
+    for place in ((1, (8, 32)), (2, (8,))):
+        found = measure(target, (draft, DraftHead(target, None)), options, place, replays=True)
+        assert set(found) == {"vanilla", *options}
+        for times in found.values():
+            assert tuple(context for context, _ in times) == place[1]
+            assert all(0 < seconds < 5 for _, seconds in times)
 
 
 # Rounds of a chain of 3 by what its draft knows: nothing, everything, half, or only what comes later.
@@ -183,19 +183,23 @@ def test_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
     draft.initialise(torch.Generator().manual_seed(0))
     drafting = (draft, DraftHead(target, None))
     for _ in range(3):  # the last of which is believed even if this machine is busy
-        first = plan_for(target, drafting, {}, 4096, progress=False)
+        planner = Planner(target, drafting, {}, 4096, progress=False)
+        first = planner(1)
     assert {"vanilla", "lookup 4", "seq 4", "tree 4,4,4,4/8"} <= set(first.costs.times)
     for times in first.costs.times.values():
-        assert [place for *place, _ in times] == [[1, 256], [1, 2048], [4, 256]]
-        assert all(seconds > 0 for *_, seconds in times)
-    assert plan_for(target, drafting, {}, 4096, progress=False) == first
+        assert [context for context, _ in times] == [256, 2048]
+        assert all(seconds > 0 for _, seconds in times)
+    assert planner(3) is first
+    assert Planner(target, drafting, {}, 4096, progress=False)(1) == first
     (file,) = (tmp_path / "calibration").iterdir()
     file.write_text("{ damaged")
-    plan_for(target, drafting, {}, 4096, progress=False)
+    Planner(target, drafting, {}, 4096, progress=False)(1)
     assert "vanilla" in file.read_text()
-    # another model is measured for itself
-    plan_for(tiny_target(num_layers=1, max_length=4096), None, {}, 300, progress=False)
-    assert len(list((tmp_path / "calibration").iterdir())) == 2
+    # other batches and another model are measured for themselves
+    together = planner(5)
+    assert [context for context, _ in together.costs.times["vanilla"]] == [256]
+    Planner(tiny_target(num_layers=1, max_length=4096), None, {}, 300, progress=False)(1)
+    assert len(list((tmp_path / "calibration").iterdir())) == 3
 
 
 def test_what_others_disturb_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +210,7 @@ def test_what_others_disturb_is_measured_again(tmp_path: Path, monkeypatch: pyte
     try:
         time.sleep(0.5)  # until they run
         for _ in range(4):
-            plan_for(target, None, {}, 300, progress=False)
+            Planner(target, None, {}, 300, progress=False)(1)
             (file,) = (tmp_path / "calibration").iterdir()
             found.append(json.loads(file.read_text()))
     finally:
@@ -215,7 +219,7 @@ def test_what_others_disturb_is_measured_again(tmp_path: Path, monkeypatch: pyte
             process.wait()
     assert [one["tries"] for one in found] == [1, 2, 3, 3]
     assert not any(one["alone"] for one in found)
-    vanilla = [one["times"]["vanilla"][0][2] for one in found]
+    vanilla = [one["times"]["vanilla"][0][1] for one in found]
     assert vanilla == sorted(vanilla, reverse=True), "the least disturbed counts"
     assert found[3] == found[2]
 

@@ -14,6 +14,7 @@ from longspec.errors import UserError
 from longspec.hub import MODELS, cache_dir, embedded, on_disk, resolve
 from longspec.models.checkpoint import WeightFiles
 from longspec.models.files import read_config
+from longspec.prompts import PromptEncoder
 from tests.hub.gguf_samples import unpermute, write_gguf
 
 
@@ -55,7 +56,7 @@ def test_the_real_thing(smollm2_folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_real_tokenizer(smollm2_folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
+    tokenizer = PromptEncoder(smollm2_folder).tokenizer
     # SmolLM2 splits digits off before anything else: "a  1" is a, two spaces, 1.
     assert tokenizer("a  1").input_ids == [81, 256, 33]
     assert tokenizer("x\n\n2<|im_end|>").input_ids == [104, 1116, 34, 2]
@@ -67,6 +68,10 @@ def test_the_real_tokenizer(smollm2_folder: Path) -> None:
     assert chat.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     text = "naïve 日本 🙂\n\tx  12"
     assert tokenizer.decode(tokenizer(text).input_ids) == text
+    # It is read without asking the library for its class, and must be what the library would have given.
+    theirs = AutoTokenizer.from_pretrained(smollm2_folder)
+    assert (type(tokenizer), tokenizer.init_kwargs) == (type(theirs), theirs.init_kwargs)
+    assert tokenizer.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
 
 
 def test_a_wheel_put_there_by_hand(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

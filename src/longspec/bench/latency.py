@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 
 import torch
 
@@ -18,7 +18,7 @@ from longspec.bench.bandwidth import copy_bandwidth
 from longspec.bench.environment import PeakMemory
 from longspec.bench.shapes import random_target, shape_named
 from longspec.bench.summary import Spread
-from longspec.calibration import plan_for
+from longspec.calibration import Planner
 from longspec.config import DraftConfig, ModelConfig
 from longspec.decoding.accept import accept_coupled
 from longspec.decoding.auto import Plan
@@ -177,7 +177,7 @@ def measure_latency(setting: Setting, on_line: Callable[[Latencies], None] = lam
     draft.initialise(torch.Generator().manual_seed(0))
     drafting = prepare_draft(draft.to(device=device, dtype=dtype), target)
     found = Latencies(setting, device, dtype, replays(target), bandwidth, [], [])
-    plan = cache(partial(plan_for, target, drafting, {}, max(setting.contexts) + 1, False))
+    plan = Planner(target, drafting, {}, max(setting.contexts) + 1, False)
     for context in setting.contexts:
         for batch in setting.batches:
             try:
@@ -192,7 +192,7 @@ def measure_latency(setting: Setting, on_line: Callable[[Latencies], None] = lam
 def _line(
     target: Transformer,
     drafting: tuple[GlideDraft, DraftHead],
-    plan: Callable[[], Plan],
+    plan: Callable[[int], Plan],
     context: int,
     batch: int,
     run: Latencies,
@@ -237,24 +237,24 @@ def _let_go(device: torch.device) -> None:
 
 def _tree(
     drafting: tuple[GlideDraft, DraftHead],
-    plan: Callable[[], Plan],
+    plan: Callable[[int], Plan],
     context: int,
     batch: int,
     setting: Setting,
 ) -> Glide:
     options = MethodOptions("tree", tree_shape=setting.tree_shape, max_nodes=setting.max_nodes)
     if setting.auto:
-        options = _planned_tree(plan(), context, batch)
+        options = _planned_tree(plan(batch), context)
     method, _ = make_method(options, Sampling(), drafting)
     assert isinstance(method, Glide)
     return method
 
 
-def _planned_tree(plan: Plan, context: int, batch: int) -> MethodOptions:
-    """The tree that `auto` ranks first for this context and batch, whether or not it would draft at all."""
+def _planned_tree(plan: Plan, context: int) -> MethodOptions:
+    """The tree that `auto` ranks first for this context, whether or not it would draft at all."""
 
     def speed(name: str) -> float:
-        ratio = plan.costs.ratio(name, context, batch)
+        ratio = plan.costs.ratio(name, context)
         return gain(plan.options[name], plan.acceptance) / ratio if ratio else 0.0
 
     return plan.options[

@@ -16,9 +16,8 @@ CHAINS = (1, 2, 3, 4, 6)
 LOOKUPS = (2, 4, 7)
 # Trees by their nodes, and how deep: a larger one has more to gain from depth.
 TREES = {8: 4, 16: 5, 32: 6, 64: 8}
-# Replayed, a chain costs hardly less than a small tree; on a CPU, nodes are dear.
-REPLAYED_CHAINS = (2, 4)
-MOST_NODES_ON_CPU = 16
+# On a CPU nodes are dear; elsewhere a tile of our kernels takes so many.
+MOST_NODES_ON_CPU, MOST_NODES = 16, 64
 # Between rounds of the host a chain may end where the draft doubts: a pass of the draft is saved.
 MIN_CONFIDENCE = 0.2
 # Where rounds are replayed, trees copy as well: up to so many tokens.
@@ -34,38 +33,34 @@ class Costs:
 
     times: Times
 
-    def ratio(self, candidate: str, context: int, batch: int) -> float | None:
+    def ratio(self, candidate: str, context: int) -> float | None:
         """A candidate's round against a vanilla step; None where it was not measured."""
-        one, step = (self._seconds(name, context, batch) for name in (candidate, "vanilla"))
+        one, step = (self._seconds(name, context) for name in (candidate, "vanilla"))
         # Nothing is faster than the target alone: where it seemed so, something else held that up.
         return max(one / step, 1.0) if one and step else None
 
-    def _seconds(self, name: str, context: int, batch: int) -> float | None:
-        """At this context, of the largest batch that was measured up to this one."""
+    def _seconds(self, name: str, context: int) -> float | None:
         times = self.times.get(name)
-        if not times:
-            return None
-        batches = [rows for rows, _, _ in times]
-        near = max((rows for rows in batches if rows <= batch), default=min(batches))
-        return on_line(sorted((at, seconds) for rows, at, seconds in times if rows == near), context)
+        return on_line(sorted(times), context) if times else None
 
 
 def candidates(
     draft: GlideDraft | None, acceptance: Mapping[str, Any], on_cpu: bool = True, replays: bool = False
 ) -> dict[str, MethodOptions]:
-    """What is worth measuring, by name. What needs the host is not, where the others are replayed."""
+    """What is worth measuring, by name. Where rounds are replayed, what needs the host is not, and a chain
+    costs hardly less than a small tree."""
     found = {} if replays else {f"lookup {gamma}": MethodOptions("lookup", gamma=gamma) for gamma in LOOKUPS}
     if draft is None:
         return found
     deepest = draft.config.max_lag
-    doubt = 0.0 if replays else MIN_CONFIDENCE
-    for gamma in REPLAYED_CHAINS if replays else CHAINS:
+    for gamma in () if replays else CHAINS:
         if gamma <= deepest:
-            found[f"seq {gamma}"] = MethodOptions("seq", gamma=gamma, min_confidence=doubt)
+            found[f"seq {gamma}"] = MethodOptions("seq", gamma=gamma, min_confidence=MIN_CONFIDENCE)
     trees = [tree_named(name) for name in acceptance.get("trees", {})]
-    trees += [_tree(nodes, min(depth, deepest)) for nodes, depth in TREES.items()]
+    known = {num_nodes(tree) for tree in trees if len(tree.tree_shape) <= deepest}
+    trees += [_tree(nodes, min(depth, deepest)) for nodes, depth in TREES.items() if nodes not in known]
     for tree in trees:
-        small = num_nodes(tree) <= MOST_NODES_ON_CPU or not on_cpu
+        small = num_nodes(tree) <= (MOST_NODES_ON_CPU if on_cpu else MOST_NODES)
         if small and len(tree.tree_shape) <= deepest:
             found[f"tree {tree_name(tree)}"] = replace(tree, num_copied=NUM_COPIED if replays else 0)
     return found
@@ -79,45 +74,45 @@ def _tree(nodes: int, depth: int) -> MethodOptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which method for which context and batch. Made once, from measurements; the same ever after."""
+    """Which method for which context, at one batch. Made once, from measurements; the same ever after."""
 
     costs: Costs
     acceptance: Mapping[str, Any]
     options: Mapping[str, MethodOptions]
 
-    def pick(self, context: int, batch: int) -> tuple[MethodOptions, Prices]:
+    def pick(self, context: int) -> tuple[MethodOptions, Prices]:
         """The method, and what its rounds cost."""
         best, speed = MethodOptions("vanilla"), 1.0
         for name, options in self.options.items():
-            if options.method == "lookup" or self.costs.ratio(name, context, batch) is None:
+            if options.method == "lookup" or self.costs.ratio(name, context) is None:
                 continue
             drafted = (
                 chain_length(options, self.acceptance) + 1 if options.method == "seq" else num_nodes(options)
             )
-            cost = self._prices(options, context, batch)(drafted)
+            cost = self._prices(options, context)(drafted)
             if gain(options, self.acceptance) / cost > speed:
                 best, speed = options, gain(options, self.acceptance) / cost
         if best.method == "vanilla":
-            return self.lookup(context, batch) or (best, Prices(()))
-        return best, self._prices(best, context, batch)
+            return self.lookup(context) or (best, Prices(()))
+        return best, self._prices(best, context)
 
-    def lookup(self, context: int, batch: int) -> tuple[MethodOptions, Prices] | None:
+    def lookup(self, context: int) -> tuple[MethodOptions, Prices] | None:
         """The longest lookup that is cheap enough, and what its rounds cost."""
         found = None
         for name, options in self.options.items():  # they come in order
-            ratio = self.costs.ratio(name, context, batch)
+            ratio = self.costs.ratio(name, context)
             if ratio is not None and options.method == "lookup" and ratio <= LOOKUP_COST:
                 found = options
-        return None if found is None else (found, self._prices(found, context, batch))
+        return None if found is None else (found, self._prices(found, context))
 
-    def _prices(self, picked: MethodOptions, context: int, batch: int) -> Prices:
+    def _prices(self, picked: MethodOptions, context: int) -> Prices:
         """By nodes: of a chain at every length that was measured, of a tree at its own size.
 
         What else a machine does can only make a round seem slower. So one costs no more than a longer one.
         """
         points: list[tuple[int, float]] = []
         for name, options in self.options.items():
-            ratio = self.costs.ratio(name, context, batch)
+            ratio = self.costs.ratio(name, context)
             alike = options.method == picked.method and (options == picked or options.method != "tree")
             if alike and ratio is not None:
                 points.append((num_nodes(options), ratio))

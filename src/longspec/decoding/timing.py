@@ -27,12 +27,12 @@ HOST_ROUNDS, REPLAYED_ROUNDS = (3, 6), 16
 # The two fastest must agree so well, or the host goes on: what is measured now is believed for long.
 AGREEMENT = 1.05
 
-Times = dict[str, list[tuple[int, int, float]]]
-"""By name: (batch, context, seconds of a round)."""
+Times = dict[str, list[tuple[int, float]]]
+"""By name: (context, seconds of a round)."""
 
 
-def places(target: Transformer, limit: int, replays: bool) -> list[tuple[int, tuple[int, ...]]]:
-    """Each batch with the contexts at which it is timed: those that `limit` and the memory allow.
+def place_of(target: Transformer, limit: int, replays: bool, num_rows: int) -> tuple[int, tuple[int, ...]]:
+    """The batch that is timed for so many rows, and the contexts: what `limit` and the memory allow.
 
     Times grow along a line with the context, so that those of longer ones follow.
     """
@@ -42,35 +42,35 @@ def places(target: Transformer, limit: int, replays: bool) -> list[tuple[int, tu
     # Half of what is free: the rounds themselves need some too.
     room = free_memory(target.device) // 2 // per_token
     first = min(contexts[0], limit - 1)
-    longer = tuple(context for context in contexts[1:] if context < min(limit, room))
-    together = [(batch, (first,)) for batch in batches if batch * first < room]
-    return [(1, (first, *longer)), *together]
+    batch = max((one for one in batches if one <= num_rows and one * first < room), default=1)
+    if batch > 1:
+        return batch, (first,)
+    return 1, (first, *(context for context in contexts[1:] if context < min(limit, room)))
 
 
 def measure(
     target: Transformer,
     draft: Drafting | None,
     options: Mapping[str, MethodOptions],
-    where: list[tuple[int, tuple[int, ...]]],
+    place: tuple[int, tuple[int, ...]],
     replays: bool,
     on_measured: Callable[[int], None] = lambda number: None,
 ) -> Times:
-    """Time a round of every candidate and of vanilla at each of the `places`."""
+    """Time a round of every candidate and of vanilla at a place of `place_of`."""
+    batch, contexts = place
     timed = {"vanilla": MethodOptions("vanilla"), **options}
     found: Times = {name: [] for name in timed}
-    for batch, contexts in where:
-        # What a method keeps is made for one batch.
-        methods = {name: _method(one, draft) for name, one in timed.items()}
-        slack = max(_slack(method) for method in methods.values())
-        cache = target.new_cache(batch, contexts[-1] + slack)
-        cache.keys.zero_()
-        cache.values.zero_()
-        target.rope.reserve(cache.capacity)
-        time_all = _time_replayed if replays else _time_on_host
-        with torch.inference_mode():
-            for name, context, seconds in time_all(target, cache, methods, contexts):
-                found[name].append((batch, context, seconds))
-                on_measured(1)
+    methods = {name: _method(one, draft) for name, one in timed.items()}
+    slack = max(_slack(method) for method in methods.values())
+    cache = target.new_cache(batch, contexts[-1] + slack)
+    cache.keys.zero_()
+    cache.values.zero_()
+    target.rope.reserve(cache.capacity)
+    time_all = _time_replayed if replays else _time_on_host
+    with torch.inference_mode():
+        for name, context, seconds in time_all(target, cache, methods, contexts):
+            found[name].append((context, seconds))
+            on_measured(1)
     return found
 
 

@@ -27,6 +27,10 @@ class Generation:
     prefill_seconds: float
     method: str
     tree_shape: list[int] | None
+    max_nodes: int | None
+    """The most nodes of a tree that a round verified, the root counted; None: all of them."""
+    num_copied: int
+    """Of which so many at most were copied."""
     target: str
     draft: str | None
     device: str
@@ -52,7 +56,7 @@ class Generation:
         """The object that `longspec generate --json` prints."""
         names = (
             *("text", "tokens", "prompt_tokens", "rounds", "tau", "accepted_by_depth", "seconds"),
-            *("tokens_per_second", "method", "tree_shape", "seed", "finish_reason", "target", "draft"),
-            *("device", "dtype"),
+            *("tokens_per_second", "method", "tree_shape", "max_nodes", "num_copied"),
+            *("seed", "finish_reason", "target", "draft", "device", "dtype"),
         )
         return {name: getattr(self, name) for name in names}

@@ -134,6 +134,7 @@ class Request:
         if automatic:
             context = max(len(row.prompt) + row.max_new_tokens // 2 for row in self.rows)
             options, prices, copying = self._engine.settle(options, context, len(self.rows))
+        self._settled = options
         method, acceptance = make_method(options, self._sampling, self._engine.draft)
         if automatic and options.method != "vanilla":
             method = Guarded(method, prices, copying)
@@ -202,6 +203,8 @@ class Request:
             prefill_seconds=self._prefill_seconds,
             method=self.method.name,
             tree_shape=list(self.method.tree_shape) if self.method.tree_shape else None,
+            max_nodes=self._settled.max_nodes if self.method.name == "tree" else None,
+            num_copied=self._settled.num_copied if self.method.name == "tree" else 0,
             target=self._engine.name,
             draft=self._engine.draft_name if self.method.name in ("seq", "tree") else None,
             device=str(target.device),

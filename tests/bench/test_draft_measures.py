@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from longspec import LongSpec, UserError
-from longspec.bench.runners import read_method
+from longspec.bench.runners import Asked, OurMethod, read_method
 from longspec.bench.summary import summarise
 from longspec.cli.main import main
 from longspec.config import DraftConfig
@@ -40,6 +40,14 @@ def test_the_best_nodes_of_a_larger_tree_are_asked_for_by_label() -> None:
     for label in ("seq:4@8", "tree:8x8@many"):
         with pytest.raises(UserError, match="@ is for trees"):
             read_method(label)
+
+
+@pytest.mark.parametrize(
+    "label", ["vanilla", "lookup:3", "seq:2", "tree:2x4", "tree:2x4@5", "tree:2x4@5+3", "tree:1x1"]
+)
+def test_what_ran_is_told_by_the_label_that_asks_for_it(smollm2: LongSpec, label: str) -> None:
+    answer = OurMethod(smollm2, label).answer([1, 2, 3, 1, 2], Asked(4, 0.0, 0))
+    assert read_method(answer.ran) == read_method(label)
 
 
 def test_tau_by_context_goes_from_a_file_into_the_drafts_folder(

@@ -22,9 +22,7 @@ def grow(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_grown_draft_drafts_as_before(tmp_path: Path) -> None:
-    done = grow(
-        "smollm2-135m", tmp_path / "grown", "--cross-layers", "4,9,19,24,29", "--max-lag", 6, "--lag-gate"
-    )
+    done = grow("smollm2-135m", tmp_path / "grown", "--cross-layers", "4,9,14,19,24,29", "--max-lag", 5)
     assert done.returncode == 0, done.stderr
     rounds = []
     for draft in ("smollm2-135m", str(tmp_path / "grown")):
@@ -42,10 +40,11 @@ def test_a_grown_draft_is_trained_on(tmp_path: Path) -> None:
     make_dataset(tmp_path / "data")
     given = [*BASE, f"target.path={tmp_path / 'target'}", f"data.train=[{tmp_path / 'data'}]"]
     first = [f"run={tmp_path / 'first'}", "draft.cross_layers=[-2]", "draft.draft_vocab=64"]
+    first += ["draft.use_feature=true"]
     run([*given, *first])
     folder = tmp_path / "first" / "checkpoints" / "step-00000008" / "draft"
     grown = tmp_path / "grown"
-    done = grow(folder, grown, "--cross-layers", "0,1,2", "--draft-vocab", 32)
+    done = grow(folder, grown, "--cross-layers", "0,1,2", "--draft-vocab", 32, "--lag-gate")
     assert done.returncode == 0, done.stderr
     run([*given, f"run={tmp_path / 'second'}", f"draft.path={grown}"])
     before = load_file(grown / "model.safetensors")
@@ -55,6 +54,9 @@ def test_a_grown_draft_is_trained_on(tmp_path: Path) -> None:
     assert not before[answers][:, :share].any()
     assert before[answers][:, share : 2 * share].any()
     assert after[answers][:, :share].any()  # what the new layer answers counts by now
+    assert (before["lag_scale"] == 1).all()
+    assert not before["lag_shift"].any()
+    assert after["lag_shift"].any()
     assert len(after["vocab_ids"]) == 32
     assert after["vocab_ids"].tolist() == load_file(folder / "model.safetensors")["vocab_ids"][:32].tolist()
 
@@ -62,11 +64,11 @@ def test_a_grown_draft_is_trained_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--cross-layers", "9,19"), "those that the draft reads, 9,19,29"),
-        (("--cross-layers", "29,19,9"), "in rising order"),
-        (("--cross-layers", "9,19,29,30"), "from 0 to 29"),
-        (("--draft-vocab", "50000"), "the draft has 32768"),
-        (("--max-lag", "0"), "trained up to 8"),
+        (("--cross-layers", "9,19"), "those that the draft reads, 9,14,19,24,29"),
+        (("--cross-layers", "29,24,19,14,9"), "in rising order"),
+        (("--cross-layers", "9,14,19,24,29,30"), "from 0 to 29"),
+        (("--draft-vocab", "50000"), "the draft has 16384"),
+        (("--max-lag", "0"), "trained up to 6"),
     ],
 )
 def test_what_cannot_be_is_named(tmp_path: Path, flags: tuple[str, str], message: str) -> None:

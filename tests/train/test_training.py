@@ -250,7 +250,7 @@ def test_the_stages_of_the_shipped_draft(
     assert [stage["stage"]["max_offset"] for stage in stages] == [-1, 0, 0]
     assert all(stage["compile"] and stage["stage"]["lags"] == 3 for stage in stages)
     assert [stage["stage"]["mask_prompt"] for stage in stages] == [True, True, False]
-    assert all(stage["draft"]["cross_layers"] == [9, 19, 29] for stage in stages)
+    assert all(stage["draft"]["cross_layers"] == [9, 14, 19, 24, 29] for stage in stages)
     assert [stage["draft"]["path"] for stage in stages] == [
         *(None, "outputs/smollm2_gpu/base", "outputs/smollm2_gpu/long")
     ]

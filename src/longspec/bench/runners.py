@@ -10,6 +10,7 @@ from longspec.bench.parts import time_parts
 from longspec.decoding.methods.make import DEFAULT_TREE, MethodOptions, make_method
 from longspec.decoding.row import Row
 from longspec.errors import UserError
+from longspec.generation import Generation
 from longspec.request import Options
 
 
@@ -83,11 +84,8 @@ class OurMethod:
     def answer(self, prompt: list[int], asked: Asked) -> Answer:
         """See `Runner.answer`."""
         found = self._model.generate(prompt, **self._options(asked))
-        sizes = found.tree_shape or []
-        # A chain is told by its length.
-        size = f":{len(sizes)}" if sizes and max(sizes) == 1 else ":" + "x".join(map(str, sizes))
         return Answer(
-            ran=found.method + (size if sizes else ""),
+            ran=_label_of(found),
             token_ids=found.token_ids,
             first_tokens=1,
             prefill_seconds=found.prefill_seconds,
@@ -141,6 +139,18 @@ def method_label(method: str, gamma: int | None, tree_shape: tuple[int, ...] | N
     if method == "tree":
         return "tree:" + "x".join(map(str, tree_shape or DEFAULT_TREE))
     return f"{method}:{gamma}" if gamma is not None and method in ("seq", "magicdec", "lookup") else method
+
+
+def _label_of(found: Generation) -> str:
+    """What `read_method` would read; a chain is told by its length."""
+    sizes = found.tree_shape
+    if not sizes:
+        return found.method
+    if max(sizes) == 1 and found.method != "tree":
+        return f"{found.method}:{len(sizes)}"
+    most = f"@{found.max_nodes}" if found.max_nodes else ""
+    copied = f"+{found.num_copied}" if found.num_copied else ""
+    return f"{found.method}:{'x'.join(map(str, sizes))}{most}{copied}"
 
 
 def accepted_by_depth(depths: list[int]) -> list[int]:

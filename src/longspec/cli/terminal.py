@@ -83,6 +83,8 @@ def figures(result: Generation) -> str:
     if result.tree_shape is not None:
         shape = result.tree_shape
         size = f"of {len(shape)}" if max(shape) == 1 else ",".join(map(str, shape))
-        how = f"{result.method} {size}, tau {result.tau:.2f}"
+        most = f" cut to {result.max_nodes} nodes" if result.max_nodes else ""
+        copied = f", up to {result.num_copied} tokens copied" if result.num_copied else ""
+        how = f"{result.method} {size}{most}{copied}, tau {result.tau:.2f}"
     where = f"{printable(result.target)} {result.dtype} on {result.device}"
     return f"[{decoding}; {prompt}; {how}; seed {result.seed}; {where}; ended by {result.finish_reason}]"

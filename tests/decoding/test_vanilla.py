@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 
 from longspec import Generation, LongSpec, UserError
+from longspec.decoding.loop import decode
 
 PROMPTS = [
     "Name three colours.",
@@ -69,8 +71,8 @@ def test_figures_add_up(smollm2: LongSpec) -> None:
     assert 0 < result.prefill_seconds < result.seconds
     assert set(result.to_json()) == {
         *("text", "tokens", "prompt_tokens", "rounds", "tau", "accepted_by_depth", "seconds"),
-        *("tokens_per_second", "method", "tree_shape", "seed", "finish_reason", "target", "draft"),
-        *("device", "dtype"),
+        *("tokens_per_second", "method", "tree_shape", "max_nodes", "num_copied", "seed", "finish_reason"),
+        *("target", "draft", "device", "dtype"),
     }
 
 
@@ -152,7 +154,7 @@ def test_chunked_prefill_changes_nothing(smollm2: LongSpec, monkeypatch: pytest.
     prompt = "word " * 300 + "What was that?"
     whole = smollm2.generate(prompt, max_new_tokens=16)
     smollm2.reset()
-    monkeypatch.setattr("longspec.decoding.loop.decode.__defaults__", (7, None))
+    monkeypatch.setattr("longspec.request.decode", partial(decode, chunk=7))
     assert smollm2.generate(prompt, max_new_tokens=16).token_ids == whole.token_ids
 
 

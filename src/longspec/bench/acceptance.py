@@ -15,7 +15,8 @@ from longspec.decoding.expected import tree_name
 from longspec.errors import UserError
 from longspec.models.files import read_json, write_whole
 
-_HEADING = "## Measured"
+MEASURED = "## Measured"
+"""The heading in a draft's card under which it is told."""
 
 
 def note_acceptance(runs: Sequence[Path], draft: Path) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def note_acceptance(runs: Sequence[Path], draft: Path) -> dict[str, Any]:
     config = read_json(draft / "config.json")
     write_whole(draft / "config.json", json.dumps(config | {"acceptance": measured}, indent=1).encode())
     card = (draft / "README.md").read_text(encoding="utf-8") if (draft / "README.md").is_file() else ""
-    kept = card.partition(_HEADING)[0].rstrip()
+    kept = card.partition(MEASURED)[0].rstrip()
     write_whole(draft / "README.md", f"{kept}\n\n{_measured(found)}".lstrip().encode())
     return measured
 
@@ -66,7 +67,7 @@ def _shares(rows: Sequence[Row], depth: int) -> list[float]:
 
 def _measured(found: Sequence[tuple[dict[str, Any], list[Row]]]) -> str:
     """The card's section: tau by prompts, temperature and method."""
-    parts = [_HEADING]
+    parts = [MEASURED]
     for run, rows in found:
         facts = run["facts"]
         where = ", ".join(

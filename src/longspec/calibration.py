@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -42,6 +43,8 @@ class Planner:
     progress: bool
     plans: dict[int, Plan] = field(default_factory=dict)
     """Those that were asked for, by the batch that was timed."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """One measures at a time, or they would measure each other."""
 
     def __call__(self, num_rows: int) -> Plan:
         """For requests of so many rows."""
@@ -52,9 +55,10 @@ class Planner:
             return Plan(Costs({}), acceptance, options)
         place = place_of(target, self.limit, replays(target), num_rows)
         batch = place[0]
-        if batch not in self.plans:
-            self.plans[batch] = Plan(Costs(self._times(options, place)), acceptance, options)
-        return self.plans[batch]
+        with self.lock:
+            if batch not in self.plans:
+                self.plans[batch] = Plan(Costs(self._times(options, place)), acceptance, options)
+            return self.plans[batch]
 
     def _times(self, options: Mapping[str, MethodOptions], place: tuple[int, tuple[int, ...]]) -> Times:
         """What is remembered, or measured now."""
@@ -117,6 +121,8 @@ class _Work:
 
     # A processor's share that is no disturbance: some service is always at work.
     _NOTHING = 0.2
+    # The system counts by hundredths of a second, so in less than this many seconds it tells nothing.
+    _LEAST = 0.1
 
     def __init__(self) -> None:
         self._started = self._now()
@@ -124,6 +130,8 @@ class _Work:
     def alone(self) -> bool:
         """Whether the others left this program as many processors as it has threads."""
         wall, everyone, ours = (now - then for now, then in zip(self._now(), self._started, strict=True))
+        if wall < self._LEAST:
+            return False  # soon measured again
         free = (os.cpu_count() or 1) - torch.get_num_threads()
         return (everyone - ours) / wall <= max(free, 0) + self._NOTHING
 

@@ -28,9 +28,9 @@ class Generation:
     method: str
     tree_shape: list[int] | None
     max_nodes: int | None
-    """The most nodes of a tree that a round verified, the root counted; None: all of them."""
+    """The most nodes of a tree that a round verified, the root counted, where those were not all."""
     num_copied: int
-    """Of which so many at most were copied."""
+    """The most tokens that were copied into a tree."""
     target: str
     draft: str | None
     device: str

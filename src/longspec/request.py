@@ -14,6 +14,7 @@ from longspec.decoding.device import needs_no_host, replays
 from longspec.decoding.expected import num_nodes
 from longspec.decoding.guard import Copying, Guarded, Prices
 from longspec.decoding.loop import Acceptance, DecodeState, Method, decode, start
+from longspec.decoding.methods.glide import Glide
 from longspec.decoding.methods.lookup import Lookup
 from longspec.decoding.methods.make import MOST_NODES, Drafting, MethodOptions, make_method
 from longspec.decoding.reuse import WAY_OUT, PrefixStore
@@ -134,7 +135,6 @@ class Request:
         if automatic:
             context = max(len(row.prompt) + row.max_new_tokens // 2 for row in self.rows)
             options, prices, copying = self._engine.settle(options, context, len(self.rows))
-        self._settled = options
         method, acceptance = make_method(options, self._sampling, self._engine.draft)
         if automatic and options.method != "vanilla":
             method = Guarded(method, prices, copying)
@@ -188,6 +188,8 @@ class Request:
 
     def _result(self, row: Row, text: TextStream) -> Generation:
         target = self._engine.target
+        method = self.method.method if isinstance(self.method, Guarded) else self.method
+        tree = method if isinstance(method, Glide) and method.name == "tree" else None
         return Generation(
             text=text.text,
             token_ids=list(row.tokens),
@@ -203,8 +205,8 @@ class Request:
             prefill_seconds=self._prefill_seconds,
             method=self.method.name,
             tree_shape=list(self.method.tree_shape) if self.method.tree_shape else None,
-            max_nodes=self._settled.max_nodes if self.method.name == "tree" else None,
-            num_copied=self._settled.num_copied if self.method.name == "tree" else 0,
+            max_nodes=tree.max_nodes if tree else None,
+            num_copied=tree.num_copied if tree else 0,
             target=self._engine.name,
             draft=self._engine.draft_name if self.method.name in ("seq", "tree") else None,
             device=str(target.device),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,14 @@ def test_the_best_nodes_of_a_larger_tree_are_asked_for_by_label() -> None:
 def test_what_ran_is_told_by_the_label_that_asks_for_it(smollm2: LongSpec, label: str) -> None:
     answer = OurMethod(smollm2, label).answer([1, 2, 3, 1, 2], Asked(4, 0.0, 0))
     assert read_method(answer.ran) == read_method(label)
+
+
+def test_what_is_told_of_a_tree_is_what_ran(smollm2: LongSpec) -> None:
+    asked: dict[str, Any] = {"method": "tree", "tree_shape": (2, 4), "max_new_tokens": 4, "num_copied": 3}
+    drawn = smollm2.generate("Hi", **asked, max_nodes=3, temperature=0.7, acceptance="rejection")
+    assert (drawn.tree_shape, drawn.max_nodes, drawn.num_copied) == ([2, 4], None, 0)
+    whole = smollm2.generate("Hi", **asked, max_nodes=400)
+    assert (whole.max_nodes, whole.num_copied) == (None, 3)
 
 
 def test_tau_by_context_goes_from_a_file_into_the_drafts_folder(

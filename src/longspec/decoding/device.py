@@ -307,8 +307,9 @@ class RoundStore:
 
     def _check(self, state: DecodeState) -> None:
         """Graphs over another cache are of no use to this state."""
-        held = [kept.cache for kept in self._kept.values()]
-        held += [] if self._filler is None else [self._filler.cache]
+        filler = self._filler  # which another thread may let go meanwhile, as it may the rest
+        held = [kept.cache for kept in list(self._kept.values())]
+        held += [] if filler is None else [filler.cache]
         if any(cache is not state.cache for cache in held):
             self.clear()
 

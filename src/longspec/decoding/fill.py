@@ -17,8 +17,8 @@ from longspec.models.target import Transformer
 
 # Tokens of a row that one replay takes in: as many as our own products are for.
 SIZE = 64
-# What a layer takes, in microseconds: the host's launches, a replay's kernels, a MB of weights; and how much
-# more of the latter each further row takes.
+# What a layer takes, in microseconds: the launches of a fast host (1,100 where the others were measured), a
+# replay's kernels, a MB of weights; and how much more of the latter each further row takes.
 _LAUNCHED, _REPLAYED, _PER_MB, _MORE = 600.0, 25.0, 0.29, 0.3
 
 

@@ -10,6 +10,8 @@ from longspec.cache import DraftCache
 from longspec.config import DraftConfig, ModelConfig
 from longspec.decoding.auto import NUM_COPIED
 from longspec.decoding.device import RoundStore
+from longspec.decoding.fill import SIZE
+from longspec.decoding.loop import PREFILL_CHUNK
 from longspec.models.placement import OVERHEAD, draft_weights, free_memory, plan_memory, total_memory
 
 # Partial results of attention, masks and whatever else of a round does not grow with the vocabulary.
@@ -69,10 +71,12 @@ def plan_decoding(
     capacity = context + num_nodes + num_copied
     rope = 2 * capacity * config.head_dim * torch.float32.itemsize
     ring = batch * DraftCache.size_of(config, draft, num_nodes, dtype) if draft else 0
-    # Each graph that is kept has a pool of its own, which nothing else can use, and the text to copy from.
+    # Each graph that is kept has a pool of its own, which nothing else can use, and the text to copy from;
+    # one more takes in prompts.
     pool = graph_pool(config, draft, batch, tree_shape, num_copied, dtype)
     text = batch * capacity * torch.int64.itemsize if num_copied else 0
-    graphs = RoundStore.MOST * (pool + text) if on_gpu else 0
+    filler = _activations(config, batch * SIZE, dtype) + _SMALL if batch * SIZE <= PREFILL_CHUNK else 0
+    graphs = RoundStore.MOST * (pool + text) + filler if on_gpu else 0
     needs = MemoryNeeds(
         weights=target.weights,
         kv=batch * capacity * target.kv_per_token,
@@ -95,11 +99,16 @@ def graph_pool(
 ) -> int:
     """About the most that one captured round holds at a time: the scores, and the activations of a layer."""
     nodes = batch * (sum(tree_shape) + 1 + num_copied)
-    heads = config.num_heads + 2 * config.num_kv_heads
-    layer = 3 * config.intermediate_size + 4 * config.hidden_size + 2 * heads * config.head_dim
-    verify = nodes * (2 * 4 * config.vocab_size + layer * dtype.itemsize)
+    verify = nodes * 2 * 4 * config.vocab_size + _activations(config, nodes, dtype)
     if draft is None:
         return verify + _SMALL
     # Of a level: its scores, those with noise and their log-softmax; the noise of a row in fp64.
     width = draft.draft_vocab or config.vocab_size
     return verify + batch * (3 * 4 * max(tree_shape) + 3 * 8) * width + _SMALL
+
+
+def _activations(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
+    """Of a layer."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    layer = 3 * config.intermediate_size + 4 * config.hidden_size + 2 * heads * config.head_dim
+    return num_tokens * layer * dtype.itemsize

@@ -126,8 +126,10 @@ def _stage(run: Path) -> Stage:
     state, metrics = read_state(newest_of(run)), read_metrics(run / "metrics.jsonl")
     losses = [line["loss"] for line in metrics if "loss" in line]
     taus = [line["eval_tau"] for line in metrics if "eval_tau" in line]
+    # A draft that was continued kept its own shape, whatever the settings say of one.
+    shape = read_json(newest_of(run) / "draft" / "config.json")["draft"]
     return Stage(
-        settings=_told(config),
+        settings=_told(config, shape),
         step=state["step"],
         tokens=state["tokens"],
         loss=losses[-1] if losses else None,
@@ -136,12 +138,12 @@ def _stage(run: Path) -> Stage:
     )
 
 
-def _told(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings for others to read: how a draft was trained, not where on whose disk."""
+def _told(config: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
+    """Settings for others to read: how a draft of this shape was trained, not where on whose disk."""
     kept = {name: value for name, value in config.items() if name not in _PRIVATE}
     folders, start = config["data"]["train"], config["draft"]["path"]
     kept["data"] = config["data"] | {"train": [Path(folder).name for folder in folders]}
-    kept["draft"] = config["draft"] | {"path": start and Path(start).name}
+    kept["draft"] = {"path": start and Path(start).name, **shape}
     return kept
 
 

@@ -64,11 +64,12 @@ class Glide:
         self._words: DraftHead | ContextHead = head
         self._draws, self._min_confidence = draws, min_confidence
         # No more than the ring takes in at once.
-        self._num_copied = num_copied = min(num_copied, draft.config.window - 1)
+        self.num_copied = num_copied = min(num_copied, draft.config.window - 1)
         self._text: Text | None = None
         whole = sum(tree_shape) + 1 + num_copied
         self._max_nodes = max_nodes or whole
         self.num_nodes = min(self._max_nodes, whole)
+        self.max_nodes = self.num_nodes if self.num_nodes < whole else None
         # A cache has room for the nodes, so no row of emitted tokens may be longer.
         self.depth = min(max(len(tree_shape), num_copied), self.num_nodes - 1)
         key = (name, tree_shape, max_nodes, num_copied, id(draft))
@@ -90,7 +91,7 @@ class Glide:
             )
         self.ring.clear()
         texts = [row.prompt + row.tokens for row in state.rows]
-        if self._num_copied:
+        if self.num_copied:
             if self._text is None:
                 self._text = Text.empty(len(texts), state.cache.capacity, target.device)
             self._text.fill(texts)
@@ -118,7 +119,7 @@ class Glide:
             from longspec.decoding.methods.fused_glide import propose_tree
 
             drafting = (self._draft, self._head)
-            copying = None if self._text is None else (self._text, self._num_copied)
+            copying = None if self._text is None else (self._text, self.num_copied)
             return propose_tree(state, drafting, self.ring, self._shape, self._max_nodes, copying)
         self.follow(state)
         B = len(state.rows)
@@ -149,7 +150,7 @@ class Glide:
             return TokenTree(tokens, parents, torch.cat(proposals, 1))
         tree, scores = TokenTree(tokens, parents), torch.cat([level.scores for level in levels], 1)
         if self._text is not None:
-            tree, scores = graft(tree, scores, self._text, state.cache.lengths + 1, self._num_copied)
+            tree, scores = graft(tree, scores, self._text, state.cache.lengths + 1, self.num_copied)
         return tree.pruned(scores, self._max_nodes)
 
     def _confidence(self, levels: list[_Level], proposals: list[Tensor]) -> list[float]:

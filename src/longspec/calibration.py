@@ -57,7 +57,7 @@ class Planner:
         batch = place[0]
         with self.lock:
             if batch not in self.plans:
-                self.plans[batch] = Plan(Costs(self._times(options, place)), acceptance, options)
+                self.plans[batch] = Plan(Costs(self._times(options, place)), acceptance, options, batch)
             return self.plans[batch]
 
     def _times(self, options: Mapping[str, MethodOptions], place: tuple[int, tuple[int, ...]]) -> Times:

@@ -201,7 +201,7 @@ class DeviceRounds:
             read += 1
             if guard is not None:
                 num_nodes = self._methods[slot.speculated].num_nodes
-                guard.book([len(tokens) for tokens in emitted if tokens], num_nodes)
+                guard.book([len(tokens) for tokens in emitted], num_nodes)
             yield emitted
 
     def _adopt(self, state: DecodeState) -> None:

@@ -64,12 +64,13 @@ def chain_rates(acceptance: Mapping[str, Any], depth: int) -> list[float]:
     return (rates + rates[-1:] * depth)[:depth]
 
 
-def chain_length(options: MethodOptions, acceptance: Mapping[str, Any]) -> float:
-    """Tokens that a chain is expected to draft, of at most gamma, where doubt ends it."""
+def chain_length(options: MethodOptions, acceptance: Mapping[str, Any], num_rows: int = 1) -> float:
+    """Tokens that a chain is expected to draft, of at most gamma, where doubt in all rows ends it."""
     if not options.min_confidence:
         return options.gamma
     goes_on = [1 - SEEN_COMING * (1 - rate) for rate in chain_rates(acceptance, options.gamma)]
-    return sum(math.prod(goes_on[:depth]) for depth in range(options.gamma))
+    one_row = [math.prod(goes_on[:depth]) for depth in range(options.gamma)]
+    return sum(1 - (1 - chance) ** num_rows for chance in one_row)
 
 
 def _rates(accepted: Sequence[float]) -> list[float]:

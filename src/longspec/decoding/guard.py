@@ -40,7 +40,7 @@ def on_line(points: Sequence[tuple[int, float]], place: float) -> float:
 
 
 class Account:
-    """Speculation's balance, in vanilla steps: each round brings what it emits and is charged what it cost.
+    """A row's balance, in vanilla steps: each round brings what it emits and is charged what it cost.
 
     While there is something in it, rounds speculate; when it is empty they rest. It opens with `START` and
     gets `SHARE` of every token on top, so that what is paused has a chance again and again. So a whole
@@ -58,8 +58,8 @@ class Account:
         """Whether the next round may propose something."""
         return self.balance > 0
 
-    def book(self, emitted: float, cost: float) -> None:
-        """A round emitted so much, a row's share of it, at this cost."""
+    def book(self, emitted: int, cost: float) -> None:
+        """A round emitted so much of this row, at this cost."""
         self.balance = min(self.balance + (1 + self.SHARE) * emitted - cost, self.MOST)
 
 
@@ -95,7 +95,9 @@ Copying = tuple[Method, Prices]
 class Guarded:
     """A method that rests while it loses; the target goes on alone then, and says the same.
 
-    A single row is first offered what `copying` finds, and the method where that finds nothing.
+    Each row has an account, and one that is empty is enough to rest: the answers are there when the last one
+    is, so others that win do not help a row that loses. A single row is first offered what `copying` finds,
+    and the method where that finds nothing.
 
     Where rounds are replayed, `propose` is never asked: there the rounds of `method` and of `resting` are
     two graphs, and whoever replays them asks the account.
@@ -106,7 +108,8 @@ class Guarded:
         self.num_nodes, self.depth = method.num_nodes, method.depth
         self.device_key: tuple[Hashable, ...] | None = method.device_key
         self.method, self._resting = method, Resting(method)
-        self._prices, self._account, self._copying = prices, Account(), copying
+        self._prices, self._copying = prices, copying
+        self._accounts: dict[int, Account] = {}
         if copying is not None:
             self.num_nodes = max(self.num_nodes, copying[0].num_nodes)
             self.depth = max(self.depth, copying[0].depth)
@@ -115,12 +118,14 @@ class Guarded:
     @property
     def speculates(self) -> bool:
         """Whether the next round may propose something."""
-        return self._account.speculates
+        return all(account.speculates for account in self._accounts.values())
 
     def book(self, emitted: Sequence[int], num_nodes: int, prices: Prices | None = None) -> None:
-        """Enter a round with so many nodes, by what each row emitted that was running in it."""
-        if emitted:
-            self._account.book(sum(emitted) / len(emitted), (prices or self._prices)(num_nodes))
+        """Enter a round with so many nodes, by what each row emitted: 0 where it had come to its end."""
+        cost, before = (prices or self._prices)(num_nodes), self._accounts
+        self._accounts = {row: before.get(row) or Account() for row, count in enumerate(emitted) if count}
+        for row, account in self._accounts.items():
+            account.book(emitted[row], cost)
 
     def begin(self, state: DecodeState) -> None:
         """See `Method.begin`."""
@@ -137,7 +142,7 @@ class Guarded:
         """See `Method.propose`."""
         if self._last is not None:
             counts = zip(state.num_emitted.tolist(), state.rows, strict=True)
-            self.book([count for count, row in counts if not row.finished], *self._last)
+            self.book([0 if row.finished else count for count, row in counts], *self._last)
         tree, prices = self._propose(state)
         self._last = tree.num_nodes, prices
         return tree

@@ -19,9 +19,10 @@ from longspec.decoding.tree import TokenTree
 from longspec.models.placement import free_memory
 from longspec.models.target import Transformer
 
-# Contexts at which rounds are timed, alone; in a batch only the first.
-HOST_CONTEXTS, HOST_BATCHES = (256, 2048), (4,)
-REPLAYED_CONTEXTS, REPLAYED_BATCHES = (1024, 4096, 16384, 65536), (4, 16)
+# Contexts at which rounds are timed, alone; in a batch only the first. The batches are those that come in
+# between, too: each is timed when it is asked for.
+HOST_CONTEXTS, REPLAYED_CONTEXTS = (256, 2048), (1024, 4096, 16384, 65536)
+BATCHES = (2, 4, 8, 16, 32)
 # Rounds that are timed, after one or more that are not: by the host so many at least, and at most.
 HOST_ROUNDS, REPLAYED_ROUNDS = (3, 6), 16
 # The two fastest must agree so well, or the host goes on: what is measured now is believed for long.
@@ -37,12 +38,11 @@ def place_of(target: Transformer, limit: int, replays: bool, num_rows: int) -> t
     Times grow along a line with the context, so that those of longer ones follow.
     """
     contexts = REPLAYED_CONTEXTS if replays else HOST_CONTEXTS
-    batches = REPLAYED_BATCHES if replays else HOST_BATCHES
     per_token = target.config.kv_bytes_per_token(target.dtype.itemsize)
     # Half of what is free: the rounds themselves need some too.
     room = free_memory(target.device) // 2 // per_token
     first = min(contexts[0], limit - 1)
-    batch = max((one for one in batches if one <= num_rows and one * first < room), default=1)
+    batch = max((one for one in BATCHES if one <= num_rows and one * first < room), default=1)
     if batch > 1:
         return batch, (first,)
     return 1, (first, *(context for context in contexts[1:] if context < min(limit, room)))

@@ -42,12 +42,18 @@ class Planner:
     """Tokens of the longest text."""
     progress: bool
     plans: dict[int, Plan] = field(default_factory=dict)
-    """Those that were asked for, by the batch that was timed."""
+    """Those that were asked for, by the rows they were asked for."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """One measures at a time, or they would measure each other."""
 
     def __call__(self, num_rows: int) -> Plan:
         """For requests of so many rows."""
+        with self.lock:
+            if num_rows not in self.plans:
+                self.plans[num_rows] = self._plan(num_rows)
+            return self.plans[num_rows]
+
+    def _plan(self, num_rows: int) -> Plan:
         target, acceptance = self.target, self.acceptance
         draft = self.draft[0] if self.draft else None
         options = candidates(draft, acceptance, target.device.type == "cpu", replays(target))
@@ -55,10 +61,9 @@ class Planner:
             return Plan(Costs({}), acceptance, options)
         place = place_of(target, self.limit, replays(target), num_rows)
         batch = place[0]
-        with self.lock:
-            if batch not in self.plans:
-                self.plans[batch] = Plan(Costs(self._times(options, place)), acceptance, options, batch)
-            return self.plans[batch]
+        # What was timed for fewer rows may serve these as well.
+        twin = next((plan for plan in self.plans.values() if plan.num_rows == batch), None)
+        return twin or Plan(Costs(self._times(options, place)), acceptance, options, batch)
 
     def _times(self, options: Mapping[str, MethodOptions], place: tuple[int, tuple[int, ...]]) -> Times:
         """What is remembered, or measured now."""

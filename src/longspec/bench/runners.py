@@ -143,14 +143,10 @@ def method_label(method: str, gamma: int | None, tree_shape: tuple[int, ...] | N
 
 def _label_of(found: Generation) -> str:
     """What `read_method` would read; a chain is told by its length."""
-    sizes = found.tree_shape
-    if not sizes:
-        return found.method
-    if max(sizes) == 1 and found.method != "tree":
-        return f"{found.method}:{len(sizes)}"
+    sizes = tuple(found.tree_shape or ())
     most = f"@{found.max_nodes}" if found.max_nodes else ""
     copied = f"+{found.num_copied}" if found.num_copied else ""
-    return f"{found.method}:{'x'.join(map(str, sizes))}{most}{copied}"
+    return method_label(found.method, len(sizes) or None, sizes) + most + copied
 
 
 def accepted_by_depth(depths: list[int]) -> list[int]:

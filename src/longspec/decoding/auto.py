@@ -16,8 +16,8 @@ CHAINS = (1, 2, 3, 4, 6)
 LOOKUPS = (2, 4, 7)
 # Trees by their nodes, and how deep: a larger one has more to gain from depth.
 TREES = {8: 4, 16: 5, 32: 6, 64: 8}
-# On a CPU nodes are dear; elsewhere a tile of our kernels takes so many.
-MOST_NODES_ON_CPU, MOST_NODES = 16, 64
+# On a CPU nodes are dear; elsewhere the largest of these fills a tile of our kernels.
+MOST_NODES_ON_CPU = 16
 # Between rounds of the host a chain may end where the draft doubts: a pass of the draft is saved.
 MIN_CONFIDENCE = 0.2
 # Where rounds are replayed, trees copy as well: up to so many tokens.
@@ -65,7 +65,7 @@ def candidates(
     known = {num_nodes(tree) for tree in trees if len(tree.tree_shape) <= deepest}
     trees += [_tree(nodes, min(depth, deepest)) for nodes, depth in TREES.items() if nodes not in known]
     for tree in trees:
-        small = num_nodes(tree) <= (MOST_NODES_ON_CPU if on_cpu else MOST_NODES)
+        small = num_nodes(tree) <= (MOST_NODES_ON_CPU if on_cpu else max(TREES))
         if small and len(tree.tree_shape) <= deepest:
             found[f"tree {tree_name(tree)}"] = replace(tree, num_copied=NUM_COPIED if replays else 0)
     return found

@@ -108,7 +108,7 @@ def graph_pool(
 
 
 def _activations(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
-    """Of a layer."""
+    """Bytes that a layer holds of so many tokens."""
     heads = config.num_heads + 2 * config.num_kv_heads
     layer = 3 * config.intermediate_size + 4 * config.hidden_size + 2 * heads * config.head_dim
     return num_tokens * layer * dtype.itemsize

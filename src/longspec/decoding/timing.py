@@ -19,8 +19,8 @@ from longspec.decoding.tree import TokenTree
 from longspec.models.placement import free_memory
 from longspec.models.target import Transformer
 
-# Contexts at which rounds are timed, alone; in a batch only the first. The batches are those that come in
-# between, too: each is timed when it is asked for.
+# Contexts at which rounds are timed, alone; in a batch only the first. Each batch is timed when the first
+# request of that size, or of one up to the next, comes.
 HOST_CONTEXTS, REPLAYED_CONTEXTS = (256, 2048), (1024, 4096, 16384, 65536)
 BATCHES = (2, 4, 8, 16, 32)
 # Rounds that are timed, after one or more that are not: by the host so many at least, and at most.

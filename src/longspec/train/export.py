@@ -123,11 +123,12 @@ def _stage(run: Path) -> Stage:
             sources += read_info(Path(folder)).sources
         except UserError:  # moved or removed since: the card says what is known
             sources.append(Source(f"{folder} (no longer there)", "unknown", 0, 0))
-    state, metrics = read_state(newest_of(run)), read_metrics(run / "metrics.jsonl")
+    checkpoint = newest_of(run)
+    state, metrics = read_state(checkpoint), read_metrics(run / "metrics.jsonl")
     losses = [line["loss"] for line in metrics if "loss" in line]
     taus = [line["eval_tau"] for line in metrics if "eval_tau" in line]
     # A draft that was continued kept its own shape, whatever the settings say of one.
-    shape = read_json(newest_of(run) / "draft" / "config.json")["draft"]
+    shape = read_json(checkpoint / "draft" / "config.json")["draft"]
     return Stage(
         settings=_told(config, shape),
         step=state["step"],

@@ -12,4 +12,4 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -134,3 +136,18 @@ def test_kept_rounds_outlive_a_longer_text_elsewhere(name: str) -> None:
             pass
         said.append(state.rows[0].tokens)
     assert said[0] == said[1]
+
+
+def test_threads_capture_side_by_side() -> None:
+    """Others decode and allocate while one captures, and they take turns to capture."""
+    target, drafting = models(GPU)
+    jobs = [(name, sampling) for name in ("vanilla", "copying", "seq") for sampling in SAMPLINGS.values()]
+
+    def answer(job: tuple[str, Sampling]) -> list[list[int]]:
+        method, _ = make_method(METHODS[job[0]], job[1], drafting)
+        return answers(target, method, job[1], 3)
+
+    alone = [answer(job) for job in jobs]
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(3):
+            assert list(pool.map(answer, jobs)) == alone

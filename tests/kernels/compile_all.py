@@ -1,10 +1,13 @@
 """Compiles every kernel for a Hopper GPU, as SmolLM2 in bf16 calls them; no GPU is needed, nothing is run.
+Then whole rounds are compiled ahead, as before a capture, which must launch nothing and change nothing.
 
 A program of its own, for the tests run the kernels in Triton's interpreter, which compiles nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +15,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from longspec.attention import choose_backend, triton_backend
+from longspec.config import DraftConfig
+from longspec.decoding.choose import Sampling
 from longspec.decoding.copied import DOUBT, FADE, LEAST, MOST
+from longspec.decoding.device import DeviceRounds, device_round
+from longspec.decoding.fill import Filler
+from longspec.decoding.loop import start
+from longspec.decoding.methods.make import MethodOptions, make_method
+from longspec.decoding.row import Row
 from longspec.kernels import launch
 from longspec.kernels.attention import attend
 from longspec.kernels.choose import choose_tokens
@@ -29,6 +40,16 @@ from longspec.kernels.settle import settle_round
 from longspec.kernels.silu import silu_mul
 from longspec.kernels.topk import best_children
 from longspec.kernels.tree import claim_newest, level_places, prune, tree_sees
+from longspec.models.draft import DraftHead, GlideDraft
+from tests.decoding.scripted import tiny_target
+
+SAMPLINGS = (Sampling(), Sampling(0.8, top_p=0.9))
+METHODS = (
+    MethodOptions("vanilla"),
+    MethodOptions("seq", gamma=2),
+    MethodOptions("tree", tree_shape=(4, 40), max_nodes=16, num_copied=6),
+    MethodOptions("magicdec", gamma=2, sinks=2, window=6),
+)
 
 
 class Hopper:
@@ -51,14 +72,17 @@ class Hopper:
         return 0
 
 
-def compile_only() -> set[str]:
-    """Make calls of kernels compile them and stop there; returns the names of those that were."""
+def compile_only() -> dict[bool, list[str]]:
+    """Make calls of kernels compile them and stop there; returns the names of those that were to be
+    launched, and of those that were to be compiled."""
     driver.set_active(Hopper())
     launch._can = lambda device: True  # type: ignore[assignment]
-    names, run = set(), JITFunction.run
+    triton_backend._reaches = lambda x: True
+    names: dict[bool, list[str]] = {False: [], True: []}
+    run = JITFunction.run
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        names.add(self.fn.__qualname__ + " of " + self.fn.__module__)
+        names[warmup].append(self.fn.__qualname__ + " of " + self.fn.__module__)
         return run(self, *args, grid=grid, warmup=True, **options)
 
     JITFunction.run = compiled
@@ -129,8 +153,48 @@ def call_rounds(N: int, V: int = 49152, window: int = 512) -> None:
     commit_path(halves(2, 1, 3, 64, 64), halves(2, 1, 3, 64, 64), lengths, numbers(1, 6), lengths)
 
 
+def check_ahead(work: Callable[[], object], held: list[torch.Tensor], names: dict[bool, list[str]]) -> None:
+    """What `capture` does first: kernels are compiled, none is launched, and nothing that is held changes."""
+    num_launched, num_compiled = len(names[False]), len(names[True])
+    before = [tensor.clone() for tensor in held]
+    launch.compile_for(work)
+    assert len(names[False]) == num_launched
+    assert len(names[True]) > num_compiled
+    assert all(torch.equal(one, other) for one, other in zip(before, held, strict=True))
+
+
+@torch.inference_mode()
+def check_rounds_ahead(names: dict[bool, list[str]]) -> None:
+    """Rounds of every method, and a pass over a prompt."""
+    target = tiny_target(3, vocab_size=40, num_layers=3, hidden_size=64, head_dim=32).bfloat16()
+    target.attention = choose_backend("triton")
+    draft = GlideDraft(target.config, DraftConfig(window=8, cross_layers=(0, -1), use_feature=True))
+    draft.initialise(torch.Generator().manual_seed(2), std=0.3)
+    drafting = (draft.bfloat16(), DraftHead(target, None))
+    # What a kernel should have written is then the largest integer, which no table has an entry for.
+    torch.use_deterministic_algorithms(True)
+    cache = target.new_cache(2, 128)
+    for part in (cache.keys, cache.values):
+        part.zero_()
+    for sampling in SAMPLINGS:
+        for options in METHODS:
+            method, _ = make_method(options, sampling, drafting)
+            state = start(target, cache, [Row([1, 2, 3], 0, 9)] * 2, sampling)
+            cache.lengths.fill_(3)
+            rounds = DeviceRounds(state, method)
+            method.begin(rounds._state)
+            rounds._board.running.zero_()
+            work = partial(device_round, rounds._state, method, rounds._board)
+            held = [cache.keys, cache.values, cache.lengths]
+            held += [rounds._state.emitted, rounds._state.num_emitted, rounds._state.feature]
+            check_ahead(work, [*held, *vars(rounds._board).values()], names)
+    filler = Filler(target, cache)
+    check_ahead(filler._take, [*held[:3], filler._feature], names)
+
+
 if __name__ == "__main__":
     names = compile_only()
     call_models(16)
     call_rounds(16)
-    print("\n".join(sorted(names)))
+    check_rounds_ahead(names)
+    print("\n".join(sorted(set(names[False]))))

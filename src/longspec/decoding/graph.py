@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cache
 
 import torch
 
-# The first run compiles kernels and makes workspaces; the second finds everything in place.
-_WARM_UP = 2
+# All captures share a stream.
+_turn = threading.Lock()
 
 
 def capture(work: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
     """Record what `work` launches, ready to be replayed.
 
-    It runs a few times beforehand, so it must be at rest: doing it once more must change nothing. What it
-    reads and writes must keep its place in memory for as long as the graph is replayed.
+    It runs twice beforehand, first without our kernels, so it must be at rest: doing it once more must change
+    nothing, nor may it look anything up by what they compute. What it reads and writes must keep its place in
+    memory for as long as the graph is replayed.
     """
-    with torch.cuda.device(device):
+    from longspec.kernels.launch import compile_for
+
+    with _turn, torch.cuda.device(device):
         aside = _aside(device)
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            for _ in range(_WARM_UP):
-                work()
+            # Libraries make their workspaces meanwhile; the second run finds everything in place.
+            compile_for(work)
+            work()
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=aside):
+        # Other threads go on: what they ask of the device is none of the graph's business.
+        with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
             work()
     return graph
 

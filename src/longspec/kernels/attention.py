@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from longspec.kernels.launch import await_turn, fetch, overlap
+from longspec.kernels.launch import await_turn, fetch, launched, overlap
 from longspec.kernels.tiling import (
     Tiling,
     choose_slice,
@@ -79,6 +79,7 @@ def _absorb_edge(
     return absorb(query, key, value, valid[None, :], high, total, acc, scale, PRECISION, True)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows", "num_splits", "sinks", "window", "heads", "layer_heads", "group"])
 def _prefix_kernel(
     q, k, v, keys, values, lengths, part_out, part_lse, out, lse, q_b, q_t, q_h,
@@ -180,6 +181,7 @@ def absorb_parts(lses, outs, high, total, acc) -> tl.tuple:
     return higher, total, acc * fade[:, None] + tl.sum(outs * weights[:, :, None], 0)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows", "num_nodes", "num_splits", "window", "heads", "group"])
 def _merge_kernel(
     q, k, v, tree, lengths, part_out, part_lse, out, lse,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.launch import await_turn, overlap
+from longspec.kernels.launch import await_turn, launched, overlap
 from longspec.kernels.noise import gumbel
 
 _BLOCK = 1024
@@ -52,6 +52,7 @@ def _row_peak(peaks, row, num_parts, PARTS: tl.constexpr):
     return tl.max(tl.load(peaks + row * num_parts + part, mask=part < num_parts, other=-float("inf")), 0)
 
 
+@launched
 @triton.jit
 def _peak_kernel(
     logits, seen, peaks, leasts, edges, settled, logits_r, seen_r, size, penalty, edge,
@@ -79,6 +80,7 @@ def _settled(counts, known, row, turn, wanted, num_parts, PARTS: tl.constexpr):
     return tl.load(known + turn % 2 * tl.num_programs(1) + row) | (enough << (32 - 4 * turn))
 
 
+@launched
 @triton.jit(do_not_specialize=["turn", "num_parts", "num_peaks", "wanted"])
 def _narrow_kernel(
     logits, seen, peaks, counts, known, logits_r, seen_r, size,
@@ -122,6 +124,7 @@ def _narrow_kernel(
     tl.store(counts + (ours * num_parts + part) * 16 + digit, total)
 
 
+@launched
 @triton.jit(do_not_specialize=["turn", "num_parts", "wanted"])
 def _least_kernel(
     leasts, counts, known, wanted, turn, num_parts, PARTS: tl.constexpr, OVERLAP: tl.constexpr
@@ -171,6 +174,7 @@ def _winner(best, token, row, num_parts, PARTS: tl.constexpr):
     return most, tl.min(tl.where(value == most, tokens, 2147483647), 0)
 
 
+@launched
 @triton.jit(do_not_specialize=["repeat", "ahead"])
 def _pick_kernel(
     logits, seen, seeds, positions, peaks, leasts, edges, masses, settled, settling, best, token,
@@ -207,6 +211,7 @@ def _pick_kernel(
         tl.store(token + place, tl.min(tl.where((value == most) & (i < size), i, size - 1), 0))
 
 
+@launched
 @triton.jit
 def _check_kernel(
     logits, seen, peaks, leasts, edges, masses, settled, best, token, out, logits_r, seen_r, size,
@@ -235,6 +240,7 @@ def _check_kernel(
         tl.store(masses + place + 1, whole)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_parts", "repeat", "ahead"])
 def _finish_kernel(
     logits, seen, seeds, positions, peaks, leasts, edges, masses, settled, out,
@@ -273,6 +279,7 @@ def _finish_kernel(
         tl.store(out + row, winner.to(tl.int64))
 
 
+@launched
 @triton.jit(do_not_specialize=["num_parts"])
 def _best_kernel(best, token, out, num_parts, PARTS: tl.constexpr, OVERLAP: tl.constexpr):
     await_turn(OVERLAP)

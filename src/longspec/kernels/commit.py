@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.launch import await_turn, overlap
+from longspec.kernels.launch import await_turn, launched, overlap
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows", "num_heads", "num_steps"])
 def _commit_kernel(
     keys, values, lengths, path, num_kept,

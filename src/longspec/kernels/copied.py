@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.launch import await_turn, overlap
+from longspec.kernels.launch import await_turn, launched, overlap
 from longspec.kernels.tree import Levels
 
 _BLOCK = 2048
@@ -14,6 +14,7 @@ _BLOCK = 2048
 _SHIFT = tl.constexpr(32)
 
 
+@launched
 @triton.jit(do_not_specialize=["text_b"])
 def _find_kernel(
     text, lengths, best, text_b, LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
@@ -38,6 +39,7 @@ def _find_kernel(
         tl.atomic_max(best + b, found)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_nodes", "num_drafted", "num_copied", "text_b", "doubt", "fade"])
 def _graft_kernel(
     tokens, parents, scores, text, best, lengths, num_nodes, num_drafted, num_copied, text_b, doubt, fade,

@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.launch import await_turn, overlap
+from longspec.kernels.launch import await_turn, launched, overlap
 from longspec.kernels.noise import uniform
 
 _BLOCK = 4096
 
 
+@launched
 @triton.jit
 def _part_kernel(logits, temperatures, highs, sums, places, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """A part's best score, where it stands, and the part's weight relative to it."""
@@ -29,6 +30,7 @@ def _part_kernel(logits, temperatures, highs, sums, places, size, BLOCK: tl.cons
     tl.store(places + at, tl.min(tl.where(score == high, i, size - 1), 0))
 
 
+@launched
 @triton.jit(do_not_specialize=["num_parts"])
 def _pick_kernel(
     logits, temperatures, seeds, positions, highs, sums, places, out, size, num_parts,

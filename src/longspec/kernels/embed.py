@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.launch import await_turn, overlap
+from longspec.kernels.launch import await_turn, launched, overlap
 from longspec.kernels.norm import MOST_ROWS, Ahead, Stream
 
 _BLOCK = 1024
 
 
+@launched
 @triton.jit(do_not_specialize=["num_tokens"])
 def _embed_kernel(
     tokens, table, added, factor, scaled, squares, out, total, num_tokens, tokens_b, size,

@@ -1,19 +1,57 @@
-"""Kernels that are launched while the one before still runs, so that only the first launch is waited for.
+"""How kernels are launched: while the one before still runs, and compiled side by side.
 
 A step of a small model is some hundred short kernels in a row. On Hopper and later each may be started early:
 it prepares what does not depend on the others, waits until the last one is done, and then lets the next one
 in. So whatever was written two kernels before, or earlier, is there from the beginning.
+
+A kernel is compiled when it is first launched, while the next one waits. `compile_for` goes ahead and has all
+that some work launches compiled at the same time.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
+from functools import cache, partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton import AsyncCompileMode
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_only_compiling = ContextVar("_only_compiling", default=False)
+
+
+class launched:
+    """Decorates a kernel that the host launches, by `kernel[grid](...)`, so that `compile_for` finds it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        if _only_compiling.get():
+            return partial(self._kernel.warmup, grid=grid)
+        launch: Callable[..., Any] = self._kernel[grid]
+        return launch
+
+
+def compile_for(work: Callable[[], object]) -> None:
+    """Compile the kernels that `work` launches, side by side; it runs, but they do not.
+
+    What they would have written stays as it is, or is arbitrary where it was just allocated: no work is fit
+    for this that looks something up by their results.
+    """
+    # In a context of its own, for others may be launching meanwhile, and an error must leave nothing behind.
+    copy_context().run(_compile, work)
+
+
+def _compile(work: Callable[[], object]) -> None:
+    _only_compiling.set(True)
+    with ThreadPoolExecutor() as pool, AsyncCompileMode(pool):
+        work()
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.launch import await_turn, fetch, overlap
+from longspec.kernels.launch import await_turn, fetch, launched, overlap
 from longspec.kernels.norm import MOST_ROWS, Ahead, Norm, Stream, norm_stream
 from longspec.kernels.tiling import gpu_size, precision
 
@@ -41,6 +41,7 @@ def _added(stream, result):
     return stream.to(tl.float32) + result.to(stream.dtype).to(tl.float32)
 
 
+@launched
 @triton.jit
 def _row_kernel(
     x, delta, norm, weight, bias, residual, out, total, num_in, num_out, eps,
@@ -92,6 +93,7 @@ def _row_kernel(
     tl.store(out + col, result.to(dtype), mask=wanted)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def _rows_kernel(
     x, squares, weight, bias, residual, next_factor, next_scaled, next_squares, out,

@@ -18,10 +18,11 @@ from longspec.kernels.attention import (
     score_scale,
     write_rows,
 )
-from longspec.kernels.launch import await_turn, overlap
+from longspec.kernels.launch import await_turn, launched, overlap
 from longspec.kernels.tiling import choose_share, precision
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows", "num_keys", "share", "heads", "group"])
 def _masked_kernel(
     q, k, v, sees, part_out, part_lse, out, lse,
@@ -63,6 +64,7 @@ def _masked_kernel(
         tl.store(part_lse + place, high + tl.log2(total), mask=row < num_rows)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows", "num_parts", "heads", "group"])
 def _join_kernel(
     part_out, part_lse, out, lse, num_rows, num_parts, heads, group,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.launch import await_turn, overlap
+from longspec.kernels.launch import await_turn, launched, overlap
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -38,6 +38,7 @@ def gumbel(seed, position, token) -> tl.tensor:
     return -tl.log(-tl.log(1.0 - uniform(seed, position, token)))
 
 
+@launched
 @triton.jit(do_not_specialize=["ahead"])
 def _noise_kernel(
     seeds, positions, tokens, out, size, ahead, BLOCK: tl.constexpr, OVERLAP: tl.constexpr

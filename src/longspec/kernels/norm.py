@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.launch import await_turn, overlap
+from longspec.kernels.launch import await_turn, launched, overlap
 
 # Rows that count as few. Of more, a library's products are faster, and launches do not matter.
 MOST_ROWS = 64
@@ -49,6 +49,7 @@ class Stream:
     ahead: Ahead | None = None
 
 
+@launched
 @triton.jit
 def _norm_kernel(
     x, residual, weight, normed, total, size, eps, BLOCK: tl.constexpr, ADD: tl.constexpr,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.launch import await_turn, overlap
+from longspec.kernels.launch import await_turn, launched, overlap
 
 _HEADS = 8
 
@@ -19,6 +19,7 @@ def _head_norm(x, swapped, weight, weight_swapped, eps, D: tl.constexpr):
     return x * scale * weight, swapped * scale * weight_swapped
 
 
+@launched
 @triton.jit(do_not_specialize=["num_heads", "num_kv_heads", "num_tokens"])
 def _rope_kernel(
     qkv, table, positions, entries, q_weight, k_weight, q, keys, values,

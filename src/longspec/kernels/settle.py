@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.launch import await_turn, overlap
+from longspec.kernels.launch import await_turn, launched, overlap
 
 
+@launched
 @triton.jit(do_not_specialize=["num_nodes", "width", "num_ends", "hidden_size"])
 def _settle_kernel(
     tokens, parents, choices, hidden, running, lengths, limits, ends,

@@ -6,11 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.launch import await_turn, overlap
+from longspec.kernels.launch import await_turn, launched, overlap
 
 _BLOCK = 1024
 
 
+@launched
 @triton.jit
 def _silu_kernel(gate_up, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     await_turn(OVERLAP)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.launch import await_turn, overlap
+from longspec.kernels.launch import await_turn, launched, overlap
 from longspec.kernels.tree import Levels
 
 _CHUNKS = 32  # of a program that only looks for their highs
@@ -54,6 +54,7 @@ def _noisy(logits, noise, i, inside, temperature, NOISE: tl.constexpr):
     return tl.where(x == x, x, -float("inf"))  # nan: nonsense, but the order must hold
 
 
+@launched
 @triton.jit(do_not_specialize=["num_nodes", "num_chunks"])
 def _chunk_kernel(
     logits, noise, highs, sums, size, num_nodes, num_chunks, temperature,
@@ -71,6 +72,7 @@ def _chunk_kernel(
     tl.store(sums + place, tl.sum(tl.exp(x - base[:, None]), 1), mask=chunk < num_chunks)
 
 
+@launched
 @triton.jit(do_not_specialize=["count", "num_nodes", "num_chunks"])
 def _node_kernel(
     logits, noise, highs, sums, above, scores, tokens,
@@ -106,6 +108,7 @@ def _node_kernel(
     tl.store(tokens + node * count + slot, _index_of(best), mask=slot < count)
 
 
+@launched
 @triton.jit(do_not_specialize=["count", "num_nodes", "width", "first"])
 def _level_kernel(
     scores, tokens, token_ids, out_tokens, out_parents, out_scores, count, num_nodes, width, first, out_b,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.launch import await_turn, overlap
+from longspec.kernels.launch import await_turn, launched, overlap
 
 _ROWS = 16
 
@@ -18,6 +18,7 @@ Levels = tuple[Tensor, Tensor, Tensor]
 """Tokens and parents, int64 [B, N], and scores, fp32 [B, N], of a tree that grows level by level."""
 
 
+@launched
 @triton.jit(do_not_specialize=["num_nodes", "depth"])
 def _sees_kernel(
     parents, lengths, sees, positions, entries, num_nodes, depth,
@@ -56,6 +57,7 @@ def tree_sees(parents: Tensor, depth: int, lengths: Tensor) -> tuple[Tensor, Ten
     return sees, positions, entries
 
 
+@launched
 @triton.jit(do_not_specialize=["num_nodes", "num_before", "depth", "window", "num_entries"])
 def _level_kernel(
     held, lengths, parents, sees, positions, entries,
@@ -104,6 +106,7 @@ def level_places(
     return sees, positions, entries
 
 
+@launched
 @triton.jit(do_not_specialize=["width", "window", "num_entries", "num_nodes", "text_b"])
 def _claim_kernel(
     tokens, num_new, lengths, held, positions, entries, roots, parents, scores, text,
@@ -152,6 +155,7 @@ def claim_newest(
     return positions, entries
 
 
+@launched
 @triton.jit(do_not_specialize=["num_nodes", "num_kept"])
 def _prune_kernel(
     tokens, parents, scores, places, out_tokens, out_parents, num_nodes, num_kept,

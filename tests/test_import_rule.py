@@ -64,3 +64,16 @@ def test_help_imports_nothing_heavy() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_loading_imports_nothing_that_takes_seconds() -> None:
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "from longspec import LongSpec\n"
+        "LongSpec.from_pretrained(calibrate=False)\n"
+        "heavy = ('sympy', 'torch._dynamo', 'transformers.models.auto', 'transformers.modeling_utils')\n"
+        "print([n for n in heavy if n in set(sys.modules) - before])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip().splitlines()[-1] == "[]"

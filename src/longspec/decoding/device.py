@@ -290,15 +290,13 @@ class RoundStore:
         return rounds.run(state, guard)
 
     def fill(self, state: DecodeState) -> bool:
-        """See `Fill`. To record a pass costs more than to launch one, so the first over a cache is left to
-        the loop."""
+        """See `Fill`. The first prompt over a cache pays for the recording."""
         self._check(state)
-        filler = self._filler
         if not pays(state):
             return False
+        filler = self._filler
         if filler is None:
-            self._filler = Filler(state.target, state.cache)
-            return False
+            filler = self._filler = Filler(state.target, state.cache)
         # Another thread may have put its own there meanwhile.
         if filler.cache is not state.cache:
             return False

@@ -57,7 +57,8 @@ def load_target(
     with torch.device("meta"):
         model = Transformer(config)
     model.requires_grad_(False).eval()
-    model.rope.to_empty(device=device)
+    # Not `to_empty`: to make something like a tensor without memory, torch imports an algebra system first.
+    model.rope.table = torch.empty(model.rope.table.shape, device=device)
     waiting: dict[str, int] = {}
     for name, _ in weight_sources(config):
         waiting[_block_of(name)] = waiting.get(_block_of(name), 0) + 1

@@ -1,7 +1,7 @@
 # The two commands to know: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
-PROMPT ?= Why is the sky blue? Answer in three sentences.
+PROMPT ?= Give three tips for staying healthy.
 
 .PHONY: demo test test-full bench clean
 

@@ -147,7 +147,6 @@ def test_threads_capture_side_by_side() -> None:
         method, _ = make_method(METHODS[job[0]], job[1], drafting)
         return answers(target, method, job[1], 3)
 
-    alone = [answer(job) for job in jobs]
     with ThreadPoolExecutor(3) as pool:
-        for _ in range(3):
-            assert list(pool.map(answer, jobs)) == alone
+        together = [list(pool.map(answer, jobs)) for _ in range(3)]
+    assert together == [[answer(job) for job in jobs]] * 3

@@ -17,10 +17,12 @@ from triton.runtime.jit import JITFunction
 
 from longspec.attention import choose_backend, triton_backend
 from longspec.config import DraftConfig
+from longspec.data.writer import Writer
 from longspec.decoding.choose import Sampling
 from longspec.decoding.copied import DOUBT, FADE, LEAST, MOST
 from longspec.decoding.device import DeviceRounds, device_round
 from longspec.decoding.fill import Filler
+from longspec.decoding.guard import Resting
 from longspec.decoding.loop import start
 from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.row import Row
@@ -72,20 +74,28 @@ class Hopper:
         return 0
 
 
-def compile_only() -> dict[bool, list[str]]:
-    """Make calls of kernels compile them and stop there; returns the names of those that were to be
-    launched, and of those that were to be compiled."""
+Called = dict[bool | None, list[str]]
+"""The names of kernels: to be launched (False), to be compiled (True), and compiled (None) by such calls."""
+
+
+def compile_only() -> Called:
+    """Make calls of kernels compile them and stop there; returns the names of all that are called from now
+    on."""
     driver.set_active(Hopper())
     launch._can = lambda device: True  # type: ignore[assignment]
     triton_backend._reaches = lambda x: True
-    names: dict[bool, list[str]] = {False: [], True: []}
-    run = JITFunction.run
+    names: Called = {False: [], True: [], None: []}
+    run, compile_one = JITFunction.run, JITFunction._do_compile
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         names[warmup].append(self.fn.__qualname__ + " of " + self.fn.__module__)
         return run(self, *args, grid=grid, warmup=True, **options)
 
-    JITFunction.run = compiled
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        names[None].append(self.fn.__qualname__)
+        return compile_one(self, *args, **options)
+
+    JITFunction.run, JITFunction._do_compile = compiled, noted
     return names
 
 
@@ -153,19 +163,24 @@ def call_rounds(N: int, V: int = 49152, window: int = 512) -> None:
     commit_path(halves(2, 1, 3, 64, 64), halves(2, 1, 3, 64, 64), lengths, numbers(1, 6), lengths)
 
 
-def check_ahead(work: Callable[[], object], held: list[torch.Tensor], names: dict[bool, list[str]]) -> None:
-    """What `capture` does first: kernels are compiled, none is launched, and nothing that is held changes."""
-    num_launched, num_compiled = len(names[False]), len(names[True])
+def check_ahead(work: Callable[[], object], held: list[torch.Tensor], names: Called) -> None:
+    """What `capture` does first: kernels are compiled, none is launched, and nothing that is held changes.
+    What it does then needs no other kernel."""
+    num_launched, num_asked = len(names[False]), len(names[True])
     before = [tensor.clone() for tensor in held]
     launch.compile_for(work)
     assert len(names[False]) == num_launched
-    assert len(names[True]) > num_compiled
+    assert len(names[True]) > num_asked
     assert all(torch.equal(one, other) for one, other in zip(before, held, strict=True))
+    names[None].clear()
+    work()
+    assert len(names[False]) > num_launched
+    assert not names[None], names[None]
 
 
 @torch.inference_mode()
-def check_rounds_ahead(names: dict[bool, list[str]]) -> None:
-    """Rounds of every method, and a pass over a prompt."""
+def check_rounds_ahead(names: Called) -> None:
+    """Rounds of every method and those between them, a pass over a prompt, and a step that writes text."""
     target = tiny_target(3, vocab_size=40, num_layers=3, hidden_size=64, head_dim=32).bfloat16()
     target.attention = choose_backend("triton")
     draft = GlideDraft(target.config, DraftConfig(window=8, cross_layers=(0, -1), use_feature=True))
@@ -184,12 +199,14 @@ def check_rounds_ahead(names: dict[bool, list[str]]) -> None:
             rounds = DeviceRounds(state, method)
             method.begin(rounds._state)
             rounds._board.running.zero_()
-            work = partial(device_round, rounds._state, method, rounds._board)
-            held = [cache.keys, cache.values, cache.lengths]
+            held = [cache.keys, cache.values, cache.lengths, *vars(rounds._board).values()]
             held += [rounds._state.emitted, rounds._state.num_emitted, rounds._state.feature]
-            check_ahead(work, [*held, *vars(rounds._board).values()], names)
+            for one in (method, Resting(method)):
+                check_ahead(partial(device_round, rounds._state, one, rounds._board), held, names)
     filler = Filler(target, cache)
-    check_ahead(filler._take, [*held[:3], filler._feature], names)
+    check_ahead(filler._take, [cache.keys, cache.values, cache.lengths, filler._feature], names)
+    writer = Writer(target, 4, 64, [0], fused=True)
+    check_ahead(writer._step, [writer._tokens, writer._active, writer._cache.lengths], names)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ def test_a_grown_draft_drafts_as_before(tmp_path: Path) -> None:
     assert "is there already" in again.stderr
 
 
+@pytest.mark.full
 def test_a_grown_draft_is_trained_on(tmp_path: Path) -> None:
     make_target(tmp_path / "target", resolve(DEFAULT_TARGET).folder)
     make_dataset(tmp_path / "data")

@@ -131,6 +131,7 @@ def test_several_lags_of_each_sequence(home: Path, unbroken: Path) -> None:
     assert list(alone.values()) == pytest.approx(list(single.values()), rel=0.1)
 
 
+@pytest.mark.full
 def test_muon_learns_more_from_as_much_and_goes_on_alike(home: Path, unbroken: Path) -> None:
     wanted = settings(home, "muon", "stage.optimizer=muon")
     run(wanted)

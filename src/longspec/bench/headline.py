@@ -31,12 +31,13 @@ def _table(folder: Path) -> str:
     run, rows = read_run(folder)
     where, facts = run["facts"]["environment"], run["facts"]
     loads = [row["load_average"] for row in rows]
+    load = " to ".join(f"{one:g}" for one in sorted({min(loads), max(loads)}))
     about = (
         f"{where['target']} in {where['dtype']} on {where['processor']}, "
         + (f"{where['threads']} threads" if where["device"] == "cpu" else where["device"])
         + f", torch {where['torch']}, transformers {where['transformers']}, commit {where['commit']}, "
         f"{run['begun']}; median of {facts['repeats']} repeats (least to most), load average "
-        f"{min(loads):g} to {max(loads):g}: `{run['command']}`"
+        f"{load}: `{run['command']}`"
     )
     figures = [one for one in summarise(rows) if one.method == METHOD]
     if not figures:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
 
-# All captures share a stream.
+# A process records one graph at a time.
 _turn = threading.Lock()
 
 
@@ -18,22 +20,37 @@ def capture(work: Callable[[], object], device: torch.device) -> torch.cuda.CUDA
     It runs twice beforehand, first without our kernels, so it must be at rest: doing it once more must change
     nothing, nor may it look anything up by what they compute. What it reads and writes must keep its place in
     memory for as long as the graph is replayed.
+
+    Other threads may launch, allocate and wait for their own streams meanwhile, but not for the whole device.
     """
     from longspec.kernels.launch import compile_for
 
     with _turn, torch.cuda.device(device):
         aside = _aside(device)
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            # Libraries make their workspaces meanwhile; the second run finds everything in place.
-            compile_for(work)
-            work()
-        torch.cuda.current_stream().wait_stream(aside)
+        try:
+            with torch.cuda.stream(aside):
+                # Libraries make their workspaces meanwhile; the second run finds everything in place.
+                compile_for(work)
+                work()
+        finally:
+            torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on: what they ask of the device is none of the graph's business.
-        with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
+        with _uncollected(), torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
             work()
     return graph
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Whatever is collected may wait for the device as it goes, which breaks a capture: it has to stay."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @cache

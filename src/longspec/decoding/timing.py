@@ -104,7 +104,9 @@ def _time_replayed(
             rounds = captured.run(_state(target, cache, context))
             yield name, context, seconds_a_round(rounds, 4, REPLAYED_ROUNDS)
         if target.device.type == "cuda":
-            torch.cuda.synchronize(target.device)  # one round is on its way, and its graph goes now
+            # One round is on its way, and its graph goes now. Not the whole device: another thread may be
+            # capturing, which that would break.
+            torch.cuda.current_stream(target.device).synchronize()
 
 
 def seconds_a_round(rounds: Iterator[object], warm_up: int, count: int) -> float:

@@ -10,6 +10,7 @@ that some work launches compiled at the same time.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
@@ -22,6 +23,8 @@ import triton.language as tl
 from triton import AsyncCompileMode
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+# Each compilation takes a processor, and some hundred megabytes.
+_MOST_AT_ONCE = 16
 _only_compiling = ContextVar("_only_compiling", default=False)
 
 
@@ -50,7 +53,8 @@ def compile_for(work: Callable[[], object]) -> None:
 
 def _compile(work: Callable[[], object]) -> None:
     _only_compiling.set(True)
-    with ThreadPoolExecutor() as pool, AsyncCompileMode(pool):
+    num_threads = min(_MOST_AT_ONCE, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(num_threads) as pool, AsyncCompileMode(pool):
         work()
 
 

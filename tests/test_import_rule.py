@@ -55,25 +55,21 @@ def test_imports_point_one_way() -> None:
     assert not wrong
 
 
+def newly_imported(names: tuple[str, ...], code: str, before: str = "") -> list[str]:
+    """Which of these modules a fresh process imports for `code`, and not for what comes before it."""
+    told = f"print([name for name in {names!r} if name in set(sys.modules) - known])"
+    code = f"import sys\n{before}\nknown = set(sys.modules)\n{code}\n{told}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found: list[str] = ast.literal_eval(done.stdout.strip().splitlines()[-1])
+    return found
+
+
 def test_help_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, longspec.cli.main as m\n"
-        "try: m.main(['--help'])\n"
-        "except SystemExit: pass\n"
-        "print([n for n in ('torch', 'transformers', 'numpy', 'rich') if n in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip().splitlines()[-1] == "[]"
+    code = "import longspec.cli.main as m\ntry: m.main(['--help'])\nexcept SystemExit: pass"
+    assert newly_imported(("torch", "transformers", "numpy", "rich"), code) == []
 
 
 def test_loading_imports_nothing_that_takes_seconds() -> None:
-    code = (
-        "import sys, torch\n"
-        "before = set(sys.modules)\n"
-        "from longspec import LongSpec\n"
-        "LongSpec.from_pretrained(calibrate=False)\n"
-        "heavy = ('sympy', 'torch._dynamo', 'transformers.models.auto', 'transformers.modeling_utils')\n"
-        "print([n for n in heavy if n in set(sys.modules) - before])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip().splitlines()[-1] == "[]"
+    heavy = ("sympy", "torch._dynamo", "transformers.models.auto", "transformers.modeling_utils")
+    code = "from longspec import LongSpec\nLongSpec.from_pretrained(calibrate=False)"
+    assert newly_imported(heavy, code, before="import torch") == []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longspec.bench.folder import RUN, read_run
-from longspec.bench.markdown import name_of, sameness, spread, table
+from longspec.bench.markdown import load_average, name_of, sameness, spread, table
 from longspec.bench.summary import Figures, summarise
 from longspec.errors import UserError
 from longspec.models.files import write_whole
@@ -30,14 +30,12 @@ def headline(results: Path) -> str:
 def _table(folder: Path) -> str:
     run, rows = read_run(folder)
     where, facts = run["facts"]["environment"], run["facts"]
-    loads = [row["load_average"] for row in rows]
-    load = " to ".join(f"{one:g}" for one in sorted({min(loads), max(loads)}))
     about = (
         f"{where['target']} in {where['dtype']} on {where['processor']}, "
         + (f"{where['threads']} threads" if where["device"] == "cpu" else where["device"])
         + f", torch {where['torch']}, transformers {where['transformers']}, commit {where['commit']}, "
         f"{run['begun']}; median of {facts['repeats']} repeats (least to most), load average "
-        f"{load}: `{run['command']}`"
+        f"{load_average(rows)}: `{run['command']}`"
     )
     figures = [one for one in summarise(rows) if one.method == METHOD]
     if not figures:

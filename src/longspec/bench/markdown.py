@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from longspec.bench.folder import Row
 from longspec.bench.summary import Figures, Spread
 
 MAIN = (
@@ -28,6 +29,12 @@ def spread(value: Spread | None, digits: int = 2) -> str:
     text = f"{value.median:.{digits}f}"
     ends = f"{value.least:.{digits}f} to {value.most:.{digits}f}"
     return text if ends == f"{text} to {text}" else f"{text} ({ends})"
+
+
+def load_average(rows: Sequence[Row]) -> str:
+    """The machine's while these were measured, from the least to the greatest."""
+    loads = [row["load_average"] for row in rows]
+    return " to ".join(f"{load:g}" for load in sorted({min(loads), max(loads)}))
 
 
 def name_of(one: Figures) -> str:

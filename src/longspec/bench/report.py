@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longspec.bench.folder import Row, read_run
-from longspec.bench.markdown import MAIN, against, cells
+from longspec.bench.markdown import MAIN, against, cells, load_average
 from longspec.bench.plots import PLOTS, draw_all
 from longspec.bench.summary import Figures, summarise
 
@@ -84,8 +84,7 @@ def _run(name: str, run: dict[str, Any], rows: list[Row], num_answers: int) -> s
     parts.append(_pictures(figures))
     parts += ["<h3>Where the tokens came from</h3>", _legend(), *_answers(rows, num_answers)]
     environment = [[what, str(value)] for what, value in facts["environment"].items() if value is not None]
-    loads = [row["load_average"] for row in rows]
-    environment.append(["load average while it ran", f"{min(loads):g} to {max(loads):g}"])
+    environment.append(["load average while it ran", load_average(rows)])
     parts += ["<h3>Environment</h3>", _table(("", ""), environment)]
     return "\n".join(parts)
 

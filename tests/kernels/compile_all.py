@@ -32,16 +32,16 @@ from longspec.kernels.choose import choose_tokens
 from longspec.kernels.commit import commit_path
 from longspec.kernels.copied import graft_copied
 from longspec.kernels.draw import draw_tokens
-from longspec.kernels.embed import embed
+from longspec.kernels.embed import embed, embed_level
 from longspec.kernels.linear import few_rows
-from longspec.kernels.masked import masked
+from longspec.kernels.masked import Nodes, masked
 from longspec.kernels.noise import gumbel_noise
 from longspec.kernels.norm import Stream, add_rms_norm, rms_norm
 from longspec.kernels.rope import rope_write
 from longspec.kernels.settle import settle_round
 from longspec.kernels.silu import silu_mul
 from longspec.kernels.topk import best_children
-from longspec.kernels.tree import claim_newest, level_places, prune, tree_sees
+from longspec.kernels.tree import claim_newest, prune, tree_sees
 from longspec.models.draft import DraftHead, GlideDraft
 from tests.decoding.scripted import tiny_target
 
@@ -146,12 +146,17 @@ def call_rounds(N: int, V: int = 49152, window: int = 512) -> None:
     tree = (numbers(1, 80), numbers(1, 80), torch.zeros(1, 80))
     best_children(logits[None], tree, range(0, N), 16)
     best_children(logits[None], tree, range(5, 5 + N), 16, 0.7, torch.zeros(1, V), torch.arange(V))
-    gumbel_noise(numbers(N), numbers(N), torch.arange(V))
+    gumbel_noise(numbers(N), numbers(N), torch.arange(V), 1, 5)
     draw_tokens(logits, torch.zeros(N), numbers(N), numbers(N))
     embed(parents, halves(V, 576))
     embed(parents, halves(V, 576), halves(1, 1, 576), halves(576))
     tree_sees(parents, 5, lengths)
-    level_places(numbers(1, window + N + 1), lengths, parents, range(1, 9), 2, window)
+    embed_level(parents, halves(V, 576), halves(1, 1, 576), halves(576), (lengths, 2, window + 1))
+    ring, nodes = (
+        halves(1, 3, window + N + 1, 64),
+        Nodes(numbers(1, window + N + 1), window, lengths, parents, 1, 2),
+    )
+    masked(halves(1, 8, 9, 64), ring, ring, nodes)
     claim_newest(numbers(1, 6), lengths, lengths, numbers(1, window + N + 1), window, tree)
     text = numbers(1, 1025)
     claim_newest(numbers(1, 6), lengths, lengths, numbers(1, window + N + 1), window, tree, text)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from longspec.attention.torch_backend import TorchAttention
 from longspec.cache import DraftCache, KVCache
 from longspec.config import DraftConfig
 from longspec.decoding.choose import Sampling
@@ -13,7 +14,9 @@ from longspec.decoding.device import Board, _settle, _settle_fused
 from longspec.decoding.loop import DecodeState, start
 from longspec.decoding.row import Row
 from longspec.decoding.tree import TokenTree, ancestors
-from longspec.kernels.tree import claim_newest, level_places, prune, tree_sees
+from longspec.kernels.embed import embed_level
+from longspec.kernels.masked import Nodes, masked
+from longspec.kernels.tree import claim_newest, prune, tree_sees
 from tests.decoding.scripted import tiny_target
 from tests.kernels.test_fused import DEVICE
 
@@ -38,24 +41,35 @@ def test_who_sees_whom(shape: tuple[int, ...]) -> None:
     assert torch.equal(entries, lengths[:, None] + torch.arange(parents.shape[1], device=DEVICE))
 
 
-def test_where_a_level_stands_and_what_it_sees() -> None:
+def test_a_level_attends_to_the_ring_and_to_its_ancestors() -> None:
     target, window, shape = tiny_target(2), 7, (3, 5, 4)
-    ring = DraftCache.empty(
-        target.config, DraftConfig(window=window), 2, sum(shape) + 1, DEVICE, torch.float32
-    )
+    config = target.config
+    ring = DraftCache.empty(config, DraftConfig(window=window), 2, sum(shape) + 1, DEVICE, torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    for part in (ring.keys, ring.values):
+        part.copy_(torch.randn(part.shape, generator=generator))
     lengths = torch.tensor([3, 40], device=DEVICE)
     ring.claim(lengths[:, None] - torch.arange(3, device=DEVICE), torch.ones(2, 3, device=DEVICE) > 0)
     ring.positions[1, 5] = 33  # one that has just left the window
     whole = random_levels(2, shape, 1)
+    table = torch.randn(50, 16, generator=generator).to(DEVICE)
     first = 0
     for depth, width in enumerate((1, *shape)):
-        parents, level = whole[:, : first + width], range(first, first + width)
-        sees, positions, entries = level_places(ring.positions, lengths, whole, level, depth, window)
+        tokens = torch.randint(50, (2, width), generator=generator).to(DEVICE)
+        level = (lengths, depth, window + first)
+        stream, _, positions, entries = embed_level(tokens, table, None, None, level)
+        assert torch.equal(stream.x, table[tokens])
         assert torch.equal(positions, (lengths + depth)[:, None].expand(2, width))
-        nodes = ancestors(parents)[:, first:].clone()
-        nodes[:, :, 0] = False
-        assert torch.equal(sees, ring.sees(positions, nodes if depth else None))
-        assert torch.equal(entries, ring.node_entries(first, width) if depth else positions % window)
+        assert torch.equal(entries, ring.node_entries(first, width))
+        q = torch.randn(2, width, config.num_heads, config.head_dim, generator=generator).to(DEVICE)
+        seen = ancestors(whole[:, : first + width])[:, first:].clone()
+        seen[:, :, 0] = False
+        sees = ring.sees(positions, seen if depth else None)
+        nodes = Nodes(ring.positions, window, lengths, whole, first, depth)
+        out = masked(q, ring.keys, ring.values, nodes)[0]
+        exact = TorchAttention().masked(q, ring.keys, ring.values, sees)[0]
+        torch.testing.assert_close(out, exact)
+        assert torch.equal(out, masked(q, ring.keys, ring.values, sees)[0])
         first += width
 
 
@@ -75,8 +89,10 @@ def test_newest_tokens_enter_the_ring() -> None:
         assert torch.equal(tree[0][:, 0], tokens.gather(1, num_new[:, None] - 1)[:, 0])
         assert [part[:, 0].tolist() for part in tree[1:]] == [[0] * 3] * 2
         assert (tree[0][:, 1:] == -1).all()
-        assert torch.equal(found[0], positions)
-        assert torch.equal(found[1], entries)
+        for new, count in enumerate(counts):  # the root first, then backwards
+            for part, true in zip(found, (tokens, positions, entries), strict=True):
+                assert part[new, :count].tolist() == true[new, :count].tolist()[::-1]
+            assert (found[2][new, count:] == other.positions.shape[1] - 1).all()
         assert torch.equal(one.positions, other.positions)
 
 

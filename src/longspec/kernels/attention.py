@@ -20,7 +20,6 @@ from longspec.kernels.tiling import (
     choose_slice,
     choose_splits,
     choose_tiling,
-    fits_beside,
     precision,
 )
 
@@ -189,11 +188,11 @@ def _merge_kernel(
     num_rows, num_nodes, num_splits, window, heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     SLICE: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, NODES: tl.constexpr, TREE: tl.constexpr,
-    OWN: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    OWN: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """SLICE numbers of each head's result: the scores are had again for each slice, being few.
 
-    Queries and nodes were there before the first launch: with EARLY they are attended to while that runs.
+    Queries and nodes were there before the first launch: they are attended to while that runs.
     """
     tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, head = problem // heads, problem % heads
@@ -206,10 +205,6 @@ def _merge_kernel(
     length = tl.load(lengths + b).to(tl.int32)
     begin, behind, share = _parts(length, window, num_splits, UNIT, OWN)
     num_parts, at = tl.cdiv(behind - begin, share), problem * num_splits
-    if not EARLY:
-        await_turn(OVERLAP)
-        # Asked for before the nodes are attended to, so that they are there afterwards.
-        lses, outs = load_parts(part_out, part_lse, 0, num_parts, at, row, num_rows, ours, D, PARTS)
     high = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, SLICE], tl.float32)
@@ -229,9 +224,8 @@ def _merge_kernel(
             else:
                 visible = pairs & (node[None, :] <= (row // group)[:, None])
             high, total, acc = absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
-    if EARLY:
-        await_turn(OVERLAP)
-        lses, outs = load_parts(part_out, part_lse, 0, num_parts, at, row, num_rows, ours, D, PARTS)
+    await_turn(OVERLAP)
+    lses, outs = load_parts(part_out, part_lse, 0, num_parts, at, row, num_rows, ours, D, PARTS)
     high, total, acc = absorb_parts(lses, outs, high, total, acc)
     for first in tl.range(PARTS, num_parts, PARTS):
         lses, outs = load_parts(part_out, part_lse, first, num_parts, at, row, num_rows, ours, D, PARTS)
@@ -309,7 +303,7 @@ def attend(
         mask = tree.contiguous().view(torch.uint8)
         mask_strides = (T * T if tree.ndim == 3 else 0, T)
     num_tiles = triton.cdiv(num_rows, MERGE_ROWS)
-    piece, parts = choose_slice(num_tiles * B * K, D, q.device)
+    piece, parts = choose_slice(num_rows, num_tiles * B * K, q.device)
     grid = (num_tiles, B * K, triton.cdiv(D, piece))
     _merge_kernel[grid](
         q, k, v, mask, lengths, part_out, part_lse, out, lse,
@@ -317,7 +311,7 @@ def attend(
         num_rows, T, num_splits, last, K, H // K, score_scale(D), **shape,
         BLOCK_R=MERGE_ROWS, BLOCK_N=_node_block(T, D, q.dtype), SLICE=piece, PARTS=parts,
         UNIT=tiling.num_keys, NODES=nodes and not own, TREE=tree is not None, OWN=own,
-        EARLY=fits_beside(grid, q.device), num_warps=4, num_stages=1, **overlap(q.device),
+        num_warps=4, num_stages=1, **overlap(q.device),
     )  # fmt: skip
     return out, lse
 

@@ -1,4 +1,4 @@
-"""Rows of a table in one launch."""
+"""Rows of a table in one launch, and where they stand."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ _BLOCK = 1024
 
 
 @launched
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "depth", "entry"])
 def _embed_kernel(
-    tokens, table, added, factor, scaled, squares, out, total, num_tokens, tokens_b, size,
-    BLOCK: tl.constexpr, MOST: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    tokens, table, added, factor, scaled, squares, out, total, lengths, positions, entries,
+    num_tokens, tokens_b, size, depth, entry,
+    BLOCK: tl.constexpr, MOST: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr, LEVEL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     place, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b, index = place // num_tokens, place % num_tokens
     if AHEAD:
         scale = tl.load(factor + i, mask=i < size, other=0.0).to(tl.float32)
     await_turn(OVERLAP)
-    b = place // num_tokens
-    token = tl.load(tokens + b * tokens_b + place % num_tokens)
+    token = tl.load(tokens + b * tokens_b + index)
+    if LEVEL and tl.program_id(1) == 0:
+        tl.store(positions + place, tl.load(lengths + b) + depth)
+        tl.store(entries + place, entry + index)
     value = tl.load(table + token * size + i, mask=i < size, other=0.0)
     tl.store(out + place * size + i, value, mask=i < size)
     if ADD:
@@ -41,15 +46,43 @@ def embed(
 ) -> tuple[Stream, Stream]:
     """The rows of table [V, E] that tokens, int64 [B, T], name, [B, T, E]; and their sum with `added`
     [B, 1, E], or themselves again. With `factor`, the weight of a norm to come, the first has `ahead`."""
+    return _launch(tokens, table, added, factor, None)
+
+
+def embed_level(
+    tokens: Tensor,
+    table: Tensor,
+    added: Tensor | None,
+    factor: Tensor | None,
+    level: tuple[Tensor, int, int],
+) -> tuple[Stream, Stream, Tensor, Tensor]:
+    """As `embed`, for nodes of a tree that stand one behind the other among the entries of a cache; also
+    where they stand in the text, and among the entries: int64 [B, T] each.
+
+    `level` is the lengths [B] of what the tree follows, how deep the nodes are, and the first one's entry.
+    """
+    positions, entries = torch.empty(2, *tokens.shape, dtype=torch.int64, device=tokens.device).unbind(0)
+    return *_launch(tokens, table, added, factor, (*level, positions, entries)), positions, entries
+
+
+def _launch(
+    tokens: Tensor,
+    table: Tensor,
+    added: Tensor | None,
+    factor: Tensor | None,
+    level: tuple[Tensor, int, int, Tensor, Tensor] | None,
+) -> tuple[Stream, Stream]:
     (B, T), size = tokens.shape, table.shape[1]
     assert tokens.stride(1) == 1 or T == 1, "a row's tokens must lie side by side"
     out = torch.empty(B, T, size, dtype=table.dtype, device=table.device)
     total = out if added is None else torch.empty_like(out)
     num_parts = triton.cdiv(size, _BLOCK)
     ahead = None if factor is None else Ahead.empty(factor, out, num_parts)
+    lengths, depth, entry, positions, entries = level or (tokens, 0, 0, tokens, tokens)
     _embed_kernel[(B * T, num_parts)](
         tokens, table, table if added is None else added.contiguous(), *(ahead or (out, out, out)),
-        out, total, T, tokens.stride(0), size,
-        BLOCK=_BLOCK, MOST=MOST_ROWS, ADD=added is not None, AHEAD=ahead is not None, **overlap(table.device),
+        out, total, lengths, positions, entries, T, tokens.stride(0), size, depth, entry,
+        BLOCK=_BLOCK, MOST=MOST_ROWS, ADD=added is not None, AHEAD=ahead is not None, LEVEL=level is not None,
+        **overlap(table.device),
     )  # fmt: skip
     return Stream(out, ahead=ahead), Stream(total)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,42 +21,82 @@ from longspec.kernels.attention import (
     write_rows,
 )
 from longspec.kernels.launch import await_turn, launched, overlap
-from longspec.kernels.tiling import choose_share, precision
+from longspec.kernels.tiling import choose_share, choose_slice, precision
+
+
+@triton.jit
+def _given(sees, row, entry, num_rows, num_keys, sees_t, group):
+    """What rows may see of the entries, as they are told."""
+    pairs = (row < num_rows)[:, None] & (entry < num_keys)[None, :]
+    return tl.load(sees + (row // group * sees_t)[:, None] + entry[None, :], mask=pairs, other=0) != 0
+
+
+@triton.jit
+def _in_window(held, parents, row, entry, position, num_rows, num_keys, group, first, depth, window):
+    """What nodes of a tree, `depth` deep at `position`, may see: of the ring's entries what the last `window`
+    positions left there, and behind those themselves and their ancestors. The root stands in the ring."""
+    back = position - tl.load(held + entry, mask=entry < num_keys, other=-1)
+    visible = (back >= 0) & (back < window) & (back <= position) & (entry < window)
+    visible = visible[None, :] & (row < num_rows)[:, None]
+    here = (first + row // group).to(tl.int64)
+    for _ in tl.range(0, depth):
+        visible = visible | (entry[None, :] == window + here[:, None])
+        here = tl.load(parents + here, mask=row < num_rows, other=0)
+    return visible
 
 
 @launched
-@triton.jit(do_not_specialize=["num_rows", "num_keys", "share", "heads", "group"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_keys", "share", "heads", "group", "first_node", "depth", "window"]
+)
 def _masked_kernel(
-    q, k, v, sees, part_out, part_lse, out, lse,
-    q_b, q_t, q_h, k_b, k_h, k_s, v_b, v_h, v_s, sees_b, sees_t,
-    num_rows, num_keys, share, heads, group, scale,
+    q, k, v, sees, held, lengths, parents, part_out, part_lse, out, lse,
+    q_b, q_t, q_h, k_b, k_h, k_s, v_b, v_h, v_s, sees_b, sees_t, parents_b,
+    num_rows, num_keys, share, heads, group, first_node, depth, window, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    WHOLE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    RING: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One part of `share` keys; with WHOLE it is the only one."""
-    await_turn(OVERLAP)
+    """One part of `share` keys; with WHOLE it is the only one. What a tree's nodes see of a RING was settled
+    before their queries were made."""
     tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, head = problem // heads, problem % heads
     row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    split = tl.program_id(2)
+    start, stop = split * share, tl.minimum((split + 1) * share, num_keys)
+    entry = start + tl.arange(0, BLOCK_S)
+    if RING:
+        position = tl.load(lengths + b) + depth
+        held += b * num_keys
+        parents += b * parents_b
+        visible = _in_window(
+            held, parents, row, entry, position, num_rows, num_keys, group, first_node, depth, window
+        )
+    await_turn(OVERLAP)
+    if not RING:
+        sees += b * sees_b
+        visible = _given(sees, row, entry, num_rows, num_keys, sees_t, group)
     inside = (row < num_rows)[:, None] & (d < D)[None, :]
     rows_at = q + b * q_b + query_offsets(row, head, q_t, q_h, group)
     query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
     k += b * k_b + head * k_h
     v += b * v_b + head * v_h
-    sees += b * sees_b
     high = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    split = tl.program_id(2)
-    for first in tl.range(split * share, tl.minimum((split + 1) * share, num_keys), BLOCK_S):
+    for first in tl.range(start, stop, BLOCK_S):
         entry = first + tl.arange(0, BLOCK_S)
-        pairs = (row < num_rows)[:, None] & (entry < num_keys)[None, :]
-        sees_at = sees + (row // group * sees_t)[:, None] + entry[None, :]
-        visible = tl.load(sees_at, mask=pairs, other=0) != 0
         mask = (entry < num_keys)[:, None] & (d < D)[None, :]
         key = tl.load(k + (entry * k_s)[:, None] + d[None, :], mask=mask, other=0.0)
         value = tl.load(v + (entry * v_s)[:, None] + d[None, :], mask=mask, other=0.0)
         high, total, acc = absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
+        if first + BLOCK_S < stop:
+            entry += BLOCK_S
+            if RING:
+                visible = _in_window(
+                    held, parents, row, entry, position, num_rows, num_keys, group, first_node, depth, window
+                )
+            else:
+                visible = _given(sees, row, entry, num_rows, num_keys, sees_t, group)
     if WHOLE:
         write_rows(out, lse, b, head, row, d, high, total, acc, num_rows, heads, group, D)
     else:
@@ -68,15 +110,15 @@ def _masked_kernel(
 @triton.jit(do_not_specialize=["num_rows", "num_parts", "heads", "group"])
 def _join_kernel(
     part_out, part_lse, out, lse, num_rows, num_parts, heads, group,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    D: tl.constexpr, BLOCK_R: tl.constexpr, SLICE: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Merge parts by their lse."""
+    """Merge SLICE numbers of each head's parts by their lse."""
     await_turn(OVERLAP)
     tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.program_id(2) * SLICE + tl.arange(0, SLICE)
     high = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_R, SLICE], tl.float32)
     for first in tl.range(0, num_parts, PARTS):
         at = problem * num_parts
         lses, outs = load_parts(part_out, part_lse, first, num_parts, at, row, num_rows, d, D, PARTS)
@@ -85,13 +127,35 @@ def _join_kernel(
     write_rows(out, lse, b, head, row, d, high, total, acc, num_rows, heads, group, D)
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries q [B, T, H, D] over the keys of k, v [B, K, S, D] that `sees`, bool [B, T, S], allows each."""
+class Nodes(NamedTuple):
+    """Nodes of a draft's tree, all of one depth, whose keys and values stand behind the draft's ring."""
+
+    held: Tensor
+    """The position of what each entry of the ring holds, int64 [B, S] (see `DraftCache`)."""
+    window: int
+    """Entries of the ring; behind them stand the tree's nodes."""
+    lengths: Tensor
+    """Of the prefix, [B]."""
+    parents: Tensor
+    """Of the tree's nodes, int64 [B, N]."""
+    first: int
+    """Node of the tree."""
+    depth: int
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | Nodes) -> tuple[Tensor, Tensor]:
+    """Queries q [B, T, H, D] over the keys of k, v [B, K, S, D] that `sees`, bool [B, T, S], allows each.
+
+    Or over those that nodes of a tree see; what tells that must be older than q and the newest keys (see
+    `longspec.kernels.launch`).
+    """
     B, T, H, D = q.shape
     K, num_keys = k.shape[1], k.shape[2]
     num_rows = T * H // K
     out, lse = results_like(q)
-    sees = sees.contiguous().view(torch.uint8)
+    ring = isinstance(sees, Nodes)
+    told = q if isinstance(sees, Nodes) else sees.contiguous().view(torch.uint8)
+    nodes = sees if isinstance(sees, Nodes) else Nodes(q, 0, q, q, 0, 0)
     block = 16 if q.dtype == torch.float32 else 128 if D <= 128 else 64
     grid = (triton.cdiv(num_rows, MERGE_ROWS), B * K)
     share, num_splits = choose_share(grid[0] * grid[1], num_keys, block, q.device)
@@ -99,13 +163,17 @@ def masked(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tenso
     num_parts = 0 if whole else B * K * num_splits * num_rows
     part_out = torch.empty(num_parts, D, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(num_parts, dtype=torch.float32, device=q.device)
-    shape = {"D": D, "BLOCK_D": padded(D), "BLOCK_R": MERGE_ROWS, "num_warps": 4, **overlap(q.device)}
+    shape = {"D": D, "BLOCK_R": MERGE_ROWS, "num_warps": 4, **overlap(q.device)}
     _masked_kernel[(*grid, num_splits)](
-        q, k, v, sees, part_out, part_lse, out, lse,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T * num_keys, num_keys,
-        num_rows, num_keys, share, K, H // K, score_scale(D),
-        BLOCK_S=block, WHOLE=whole, PRECISION=precision(q.dtype), num_stages=2, **shape,
+        q, k, v, told, nodes.held, nodes.lengths, nodes.parents, part_out, part_lse, out, lse,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T * num_keys, num_keys, nodes.parents.stride(0),
+        num_rows, num_keys, share, K, H // K, nodes.first, nodes.depth, nodes.window, score_scale(D),
+        BLOCK_D=padded(D), BLOCK_S=block, RING=ring, WHOLE=whole, PRECISION=precision(q.dtype), num_stages=2,
+        **shape,
     )  # fmt: skip
     if not whole:
-        _join_kernel[grid](part_out, part_lse, out, lse, num_rows, num_splits, K, H // K, PARTS=8, **shape)
+        piece, parts = choose_slice(num_rows, grid[0] * grid[1], q.device)
+        _join_kernel[(*grid, triton.cdiv(D, piece))](
+            part_out, part_lse, out, lse, num_rows, num_splits, K, H // K, SLICE=piece, PARTS=parts, **shape
+        )  # fmt: skip
     return out, lse

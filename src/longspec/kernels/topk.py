@@ -11,38 +11,40 @@ from longspec.kernels.launch import await_turn, launched, overlap
 from longspec.kernels.tree import Levels
 
 _CHUNKS = 32  # of a program that only looks for their highs
-_REMOVED = tl.constexpr(-(2**63))
+_FEW = 512  # chunks that one warp searches sooner than several, which would have to tell each other
+# Below whatever a score is turned into, and above whatever an index is.
+_REMOVED = tl.constexpr(-(2**31))
+_BEYOND = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _key(value, index):
-    """int64 that orders as (value, -index) do, for fp32 values and indices below 2^31."""
+def _ordered(value):
+    """int32 that orders as the fp32 value does."""
     bits = value.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _value_of(key):
-    ordered = (key >> 32).to(tl.int32)
+def _value_of(ordered):
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _index_of(key):
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+def _best(ordered, index, count, COUNT: tl.constexpr):
+    """The `count` largest, largest first and of equal ones the smallest index first, in tiles of COUNT.
 
-
-@triton.jit
-def _best(key, count, COUNT: tl.constexpr):
-    """The largest `count` of the keys, largest first, in a tile of COUNT."""
+    Whole numbers of 32 bits: a warp has the largest of those by a single instruction.
+    """
     slot = tl.arange(0, COUNT)
-    chosen = tl.full([COUNT], _REMOVED, tl.int64)
+    chosen = tl.full([COUNT], _REMOVED, tl.int32)
+    places = tl.full([COUNT], 0, tl.int32)
     for turn in tl.range(0, count):
-        best = tl.max(key, 0)
+        best = tl.max(ordered, 0)
+        place = tl.min(tl.where(ordered == best, index, _BEYOND), 0)
         chosen = tl.where(slot == turn, best, chosen)
-        key = tl.where(key == best, _REMOVED, key)
-    return chosen
+        places = tl.where(slot == turn, place, places)
+        ordered = tl.where(index == place, _REMOVED, ordered)
+    return chosen, places
 
 
 @triton.jit
@@ -92,20 +94,19 @@ def _node_kernel(
     high = tl.load(highs + node * num_chunks + chunk, mask=real, other=-float("inf"))
     total = tl.load(sums + node * num_chunks + chunk, mask=real, other=0.0)
     parent = tl.load(above + row * above_b + node % num_nodes)
-    best = _best(tl.where(real, _key(high, chunk), _REMOVED), tl.minimum(count, num_chunks), COUNT)
-    found = best != _REMOVED
-    i = _index_of(best)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    inside = found[:, None] & (i < size)
+    best, index = _best(tl.where(real, _ordered(high), _REMOVED), chunk, tl.minimum(count, num_chunks), COUNT)
+    i = index[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    inside = (best != _REMOVED)[:, None] & (i < size)
     x = _noisy(logits + node * size, noise + row * size, i, inside, temperature, NOISE)
     peak = tl.max(high, 0)
     base = tl.where(peak == -float("inf"), 0.0, peak)
     lse = base + tl.log(tl.sum(total * tl.exp(high - base), 0))
-    key = tl.where(inside, _key(x, i), _REMOVED)
-    best = _best(tl.reshape(key, [COUNT * CHUNK]), count, COUNT)
+    ordered = tl.reshape(tl.where(inside, _ordered(x), _REMOVED), [COUNT * CHUNK])
+    best, index = _best(ordered, tl.reshape(i, [COUNT * CHUNK]), count, COUNT)
     value = _value_of(best)
     score = tl.where(value == -float("inf"), -float("inf"), parent + (value - lse))
     tl.store(scores + node * count + slot, score, mask=slot < count)
-    tl.store(tokens + node * count + slot, _index_of(best), mask=slot < count)
+    tl.store(tokens + node * count + slot, index, mask=slot < count)
 
 
 @launched
@@ -119,8 +120,8 @@ def _level_kernel(
     row, i, slot = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, WIDTH)
     num = num_nodes * count
     score = tl.load(scores + row * num + i, mask=i < num, other=0.0)
-    best = _best(tl.where(i < num, _key(score, i), _REMOVED), width, WIDTH)
-    index, wanted = _index_of(best), slot < width
+    best, index = _best(tl.where(i < num, _ordered(score), _REMOVED), i, width, WIDTH)
+    wanted = slot < width
     token = tl.load(tokens + row * num + index, mask=wanted, other=0).to(tl.int64)
     if NAMED:
         token = tl.load(token_ids + token, mask=wanted, other=0)
@@ -164,7 +165,8 @@ def best_children(
     _node_kernel[(B * n,)](
         *given, highs, sums, tree[2][:, level.start :], node_scores, node_tokens,
         V, count, n, num_chunks, scores.stride(0), temperature,
-        CHUNKS=triton.next_power_of_2(num_chunks), COUNT=triton.next_power_of_2(count), num_warps=4, **noisy,
+        CHUNKS=triton.next_power_of_2(num_chunks), COUNT=triton.next_power_of_2(count),
+        num_warps=1 if num_chunks <= _FEW else 4, **noisy,
     )  # fmt: skip
     _level_kernel[(B,)](
         node_scores, node_tokens, node_tokens if token_ids is None else token_ids, tokens, parents, scores,

@@ -58,76 +58,28 @@ def tree_sees(parents: Tensor, depth: int, lengths: Tensor) -> tuple[Tensor, Ten
 
 
 @launched
-@triton.jit(do_not_specialize=["num_nodes", "num_before", "depth", "window", "num_entries"])
-def _level_kernel(
-    held, lengths, parents, sees, positions, entries,
-    num_nodes, num_before, depth, window, num_entries, parents_b,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    await_turn(OVERLAP)
-    index, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    position = tl.load(lengths + b) + depth
-    place = b * num_nodes + index
-    tl.store(positions + place, position)
-    node = num_before + index
-    # The root stands in the ring, where all committed tokens do.
-    tl.store(entries + place, tl.where(depth == 0, position % window, window + node))
-    for first in tl.range(0, num_entries, BLOCK):
-        entry = first + tl.arange(0, BLOCK)
-        inside = entry < num_entries
-        back = position - tl.load(held + b * num_entries + entry, mask=inside, other=-1)
-        visible = (back >= 0) & (back < window) & (back <= position) & (entry < window)
-        here = node.to(tl.int64)
-        for _ in tl.range(0, depth):
-            visible = visible | (entry == window + here)
-            here = tl.load(parents + b * parents_b + here)
-        tl.store(sees + place * num_entries + entry, visible.to(tl.int8), mask=inside)
-
-
-def level_places(
-    held: Tensor, lengths: Tensor, parents: Tensor, level: range, depth: int, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What a level of a tree's nodes, all `depth` deep, see of the draft's entries; where they stand in the
-    text and among the entries.
-
-    held [B, S] is the position of what each entry of the ring holds, and behind the first `window` stand the
-    tree's nodes (see `DraftCache`); lengths [B] are the prefix's and parents [B, N] the tree's.
-    Returned are bool [B, n, S] and int64 [B, n] twice.
-    """
-    B, S = held.shape
-    num_nodes = len(level)
-    sees = torch.empty(B, num_nodes, S, dtype=torch.bool, device=held.device)
-    positions, entries = torch.empty(2, B, num_nodes, dtype=torch.int64, device=held.device).unbind(0)
-    _level_kernel[(num_nodes, B)](
-        held, lengths, parents, sees.view(torch.int8), positions, entries,
-        num_nodes, level.start, depth, window, S, parents.stride(0),
-        BLOCK=min(1024, triton.next_power_of_2(S)), **overlap(held.device),
-    )  # fmt: skip
-    return sees, positions, entries
-
-
-@launched
 @triton.jit(do_not_specialize=["width", "window", "num_entries", "num_nodes", "text_b"])
 def _claim_kernel(
-    tokens, num_new, lengths, held, positions, entries, roots, parents, scores, text,
+    tokens, num_new, lengths, held, newest, positions, entries, roots, parents, scores, text,
     width, window, num_entries, num_nodes, text_b, WIDTH: tl.constexpr, TEXT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     await_turn(OVERLAP)
     b, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    count = tl.load(num_new + b)
+    count, length = tl.load(num_new + b), tl.load(lengths + b)
     tl.store(roots + b * num_nodes, tl.load(tokens + b * width + count - 1))
     tl.store(parents + b * num_nodes, count * 0)
     tl.store(scores + b * num_nodes, 0.0)
-    position = tl.maximum(tl.load(lengths + b) + 1 - count + i, 0)
-    wanted = i < count
+    inside, wanted = i < width, i < count
+    token = tl.load(tokens + b * width + tl.maximum(count - 1 - i, 0), mask=inside)
+    position = tl.maximum(length - i, 0)
     entry = tl.where(wanted, position % window, num_entries - 1)
-    tl.store(positions + b * width + i, position, mask=i < width)
-    tl.store(entries + b * width + i, entry, mask=i < width)
-    tl.store(held + b * num_entries + entry, position, mask=wanted & (i < width))
+    tl.store(newest + b * width + i, token, mask=inside)
+    tl.store(positions + b * width + i, position, mask=inside)
+    tl.store(entries + b * width + i, entry, mask=inside)
+    tl.store(held + b * num_entries + entry, position, mask=wanted & inside)
     if TEXT:
-        token = tl.load(tokens + b * width + i, mask=wanted & (i < width))
-        tl.store(text + b * text_b + position, token, mask=wanted & (i < width))
+        tl.store(text + b * text_b + position, token, mask=wanted & inside)
 
 
 def claim_newest(
@@ -138,21 +90,22 @@ def claim_newest(
     window: int,
     tree: Levels,
     text: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Where the newest tokens stand, in the text and in the draft's ring, int64 [B, W] each.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The newest tokens, the root first and then backwards, and where they stand in the text and in the
+    draft's ring, int64 [B, W] each.
 
     Of a row's tokens [B, W] the first num_new [B] count, the last of which is the root: it stands at
-    lengths [B], and the tree begins with it. `held` (see `level_places`) learns of them, and so does a text
-    [B, S]; the others go where nobody looks.
+    lengths [B], and the tree begins with it. `held` [B, S], the position of what each entry of the ring holds
+    (see `DraftCache`), learns of them, and so does a text [B, S]; the others go where nobody looks.
     """
     (B, S), width = held.shape, tokens.shape[1]
-    positions, entries = torch.empty(2, B, width, dtype=torch.int64, device=held.device).unbind(0)
+    newest, positions, entries = torch.empty(3, B, width, dtype=torch.int64, device=held.device).unbind(0)
     _claim_kernel[(B,)](
-        tokens, num_new, lengths, held, positions, entries, *tree, tokens if text is None else text,
+        tokens, num_new, lengths, held, newest, positions, entries, *tree, tokens if text is None else text,
         width, window, S, tree[0].shape[1], 0 if text is None else text.stride(0),
         WIDTH=triton.next_power_of_2(width), TEXT=text is not None, **overlap(held.device),
     )  # fmt: skip
-    return positions, entries
+    return newest, positions, entries
 
 
 @launched

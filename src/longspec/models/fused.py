@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from longspec.attention import AttentionPlan
-from longspec.cache import KVCache
-from longspec.kernels.embed import embed
+from longspec.cache import DraftCache, KVCache
+from longspec.kernels.embed import embed, embed_level
 from longspec.kernels.linear import covers, few_rows, folds
+from longspec.kernels.masked import Nodes, masked
 from longspec.kernels.norm import Norm, Stream, norm_stream
 from longspec.kernels.rope import rope_write
 from longspec.kernels.silu import silu_mul
@@ -53,57 +54,36 @@ class DraftPass:
 
     draft: GlideDraft
     target: Transformer
+    ring: DraftCache
     cross: list[tuple[Tensor, Tensor]]
     """The target's KV of the cross layers, see `cross_caches`."""
     plan: AttentionPlan
+    parents: Tensor
+    """Of the tree's nodes, int64 [B, N]; those of the levels that are there."""
 
 
-Place = tuple[Tensor, Tensor, Tensor]
-"""The draft's own keys and values [B, K, S, D], and the entries [B, T] where those of new tokens go."""
-
-
-def write_draft(
-    draft: GlideDraft, tokens: Tensor, target: Transformer, positions: Tensor, place: Place
-) -> None:
-    """Put the draft's own keys and values of tokens [B, T] in place."""
-    x, _ = embed(tokens, target.embedding, factor=_factor((draft.self_norm, draft.qkv), tokens.numel()))
-    _write_draft(draft, x, target.rope.table, positions, place)
-
-
-def run_draft(
-    run: DraftPass,
-    tokens: Tensor,
-    feature: Tensor | None,
-    positions: Tensor,
-    place: Place,
-    sees: Tensor,
+def run_root(
+    run: DraftPass, newest: Tensor, feature: Tensor | None, positions: Tensor, entries: Tensor
 ) -> Tensor:
-    """What `GlideDraft.forward` returns for tokens [B, T], while decoding.
+    """What `GlideDraft.forward` returns for the first of the newest tokens [B, W], all of which go into the
+    ring: `claim_newest` says where.
 
-    `feature` [B, 1, E] is what the target's hidden state adds to each row's residual stream. Of the entries
-    at `place` the queries see what `sees` [B, T, S] allows.
+    `feature` [B, 1, E] is what the target's hidden state adds to each row's residual stream.
     """
-    draft, table, attention = run.draft, run.target.rope.table, run.target.attention
-    keys, values, entries = place
-    factor = _factor((draft.self_norm, draft.qkv), tokens.numel())
-    x, stream = embed(tokens, run.target.embedding, feature, factor)
-    q = _write_draft(draft, x, table, positions, place)
-    out = attention.masked(q, keys, values, sees)[0]
-    cross = (draft.cross_norm, draft.cross_q)
-    stream = _add_linear(draft.self_output, out.flatten(2), stream, cross)
-    queries, stream = _normed_linear(cross, stream)
-    # Queries alone: no head of the cache takes part.
-    queries = rope_write(queries, table, positions, entries, keys[:, :0], values[:, :0])
-    outs = [
-        attention.prefix(part, *caches, run.plan)[0]
-        for part, caches in zip(queries.chunk(len(run.cross), 2), run.cross, strict=True)
-    ]
-    out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
-    stream = _add_linear(draft.cross_output, out.flatten(2), stream, (draft.ffn_norm, draft.ffn.gate_up))
-    stream = _feed_forward(draft.ffn, draft.ffn_norm, stream, None)
-    if draft.final_norm is not None:
-        return norm_stream(stream, _settings(draft.final_norm))[0]
-    return stream.x if stream.delta is None else stream.x + stream.delta
+    reader = (run.draft.self_norm, run.draft.qkv)
+    x, stream = embed(newest, run.target.embedding, feature, _factor(reader, newest.numel()))
+    q = _write_draft(run, x, positions, entries)
+    return _finish_draft(run, q[:, :1], Stream(stream.x[:, :1]), positions[:, :1], 0, 0)
+
+
+def run_level(run: DraftPass, tokens: Tensor, feature: Tensor | None, first: int, depth: int) -> Tensor:
+    """What `GlideDraft.forward` returns for a level [B, n] of the tree's nodes, from `first` on, all `depth`
+    deep. `feature` is as for `run_root`."""
+    factor = _factor((run.draft.self_norm, run.draft.qkv), tokens.numel())
+    place = (run.plan.lengths, depth, run.ring.window + first)
+    x, stream, positions, entries = embed_level(tokens, run.target.embedding, feature, factor, place)
+    q = _write_draft(run, x, positions, entries)
+    return _finish_draft(run, q, stream, positions, first, depth)
 
 
 def cross_caches(cache: KVCache, layers: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
@@ -116,11 +96,35 @@ def cross_caches(cache: KVCache, layers: tuple[int, ...]) -> list[tuple[Tensor, 
     return [cache.layer(layer) for layer in layers]
 
 
-def _write_draft(draft: GlideDraft, x: Stream, table: Tensor, positions: Tensor, place: Place) -> Tensor:
-    """As `write_draft`, for embedded tokens; returns the queries."""
-    keys, values, entries = place
-    qkv, _ = _normed_linear((draft.self_norm, draft.qkv), x)
-    return rope_write(qkv, table, positions, entries, keys, values)
+def _write_draft(run: DraftPass, x: Stream, positions: Tensor, entries: Tensor) -> Tensor:
+    """Put the draft's own keys and values of embedded tokens in place; returns their queries."""
+    qkv, _ = _normed_linear((run.draft.self_norm, run.draft.qkv), x)
+    return rope_write(qkv, run.target.rope.table, positions, entries, run.ring.keys, run.ring.values)
+
+
+def _finish_draft(
+    run: DraftPass, q: Tensor, stream: Stream, positions: Tensor, first: int, depth: int
+) -> Tensor:
+    """From the queries of self-attention to the draft's hidden states."""
+    draft, ring, attention = run.draft, run.ring, run.target.attention
+    nodes = Nodes(ring.positions, ring.window, run.plan.lengths, run.parents, first, depth)
+    out = masked(q, ring.keys, ring.values, nodes)[0]
+    cross = (draft.cross_norm, draft.cross_q)
+    stream = _add_linear(draft.self_output, out.flatten(2), stream, cross)
+    queries, stream = _normed_linear(cross, stream)
+    # Queries alone: no head of the cache takes part.
+    table, none = run.target.rope.table, ring.keys[:, :0]
+    queries = rope_write(queries, table, positions, positions, none, none)
+    outs = [
+        attention.prefix(part, *caches, run.plan)[0]
+        for part, caches in zip(queries.chunk(len(run.cross), 2), run.cross, strict=True)
+    ]
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+    stream = _add_linear(draft.cross_output, out.flatten(2), stream, (draft.ffn_norm, draft.ffn.gate_up))
+    stream = _feed_forward(draft.ffn, draft.ffn_norm, stream, None)
+    if draft.final_norm is not None:
+        return norm_stream(stream, _settings(draft.final_norm))[0]
+    return stream.x if stream.delta is None else stream.x + stream.delta
 
 
 def _settings(norm: RMSNorm) -> Norm:

@@ -13,9 +13,9 @@ from longspec.decoding.tree import TokenTree
 from longspec.kernels.copied import graft_copied
 from longspec.kernels.noise import gumbel_noise
 from longspec.kernels.topk import best_children
-from longspec.kernels.tree import Levels, claim_newest, level_places, prune
+from longspec.kernels.tree import Levels, claim_newest, prune
 from longspec.models.draft import DraftHead, GlideDraft
-from longspec.models.fused import DraftPass, cross_caches, run_draft, write_draft
+from longspec.models.fused import DraftPass, cross_caches, run_level, run_root
 
 # Wider levels are faster by torch's own top-k.
 _WIDEST = 32
@@ -38,23 +38,30 @@ def propose_tree(
     tokens, parents = torch.empty(2, *size, dtype=torch.int64, device=lengths.device).unbind(0)
     tree = (tokens, parents, torch.empty(size, device=lengths.device))
     said = None if text is None else text.tokens
-    positions, entries = claim_newest(
+    newest, positions, entries = claim_newest(
         state.emitted, state.num_emitted, lengths, ring.positions, ring.window, tree, said
     )
-    write_draft(draft, state.emitted, target, positions, (ring.keys, ring.values, entries))
     run = DraftPass(
         draft,
         target,
+        ring,
         cross_caches(state.cache, draft.config.layers_of(draft.target_config)),
         target.attention.plan(lengths, 1),
+        parents,
     )
     features = draft.features(state.feature[:, None], len(shape))
+    temperature, noises = 1.0, list[Tensor | None]([None] * len(shape))
+    if not state.sampling.greedy:
+        # The noise that the target's choice will have: what it makes likely there, it makes likely here.
+        temperature = state.sampling.temperature
+        noises = list(gumbel_noise(state.seeds, lengths, head.token_ids, 1, len(shape)))
     for depth, level in enumerate(levels[:-1]):
-        sees, positions, entries = level_places(ring.positions, lengths, parents, level, depth, ring.window)
-        place = (ring.keys, ring.values, entries)
-        new = tokens[:, level.start : level.stop]
-        hidden = run_draft(run, new, features[depth], positions, place, sees)
-        _grow(state, head, hidden, tree, level, len(levels[depth + 1]), depth)
+        if depth == 0:
+            hidden = run_root(run, newest, features[0], positions, entries)
+        else:
+            nodes = tokens[:, level.start : level.stop]
+            hidden = run_level(run, nodes, features[depth], level.start, depth)
+        _grow(head(hidden), tree, level, len(levels[depth + 1]), temperature, noises[depth], head)
     if text is not None:
         chances = (LEAST, MOST, DOUBT, FADE)
         graft_copied(tree, levels[-1].stop, text.tokens, text.best, lengths, chances)
@@ -73,15 +80,15 @@ def level_ranges(shape: tuple[int, ...], vocab: int) -> list[range]:
 
 
 def _grow(
-    state: DecodeState, head: DraftHead, hidden: Tensor, tree: Levels, level: range, width: int, depth: int
+    logits: Tensor,
+    tree: Levels,
+    level: range,
+    width: int,
+    temperature: float,
+    noise: Tensor | None,
+    head: DraftHead,
 ) -> None:
-    """Put the best children of a tree's last level, `depth` deep, behind it."""
-    logits = head(hidden)
-    noise, temperature = None, 1.0
-    if not state.sampling.greedy:
-        # The noise that the target's choice will have: what it makes likely there, it makes likely here.
-        noise = gumbel_noise(state.seeds, state.cache.lengths, head.token_ids, depth + 1)
-        temperature = state.sampling.temperature
+    """Put the best children of a tree's last level behind it."""
     if width <= _WIDEST:
         best_children(logits, tree, level, width, temperature, noise, head.vocab_ids)
         return

@@ -71,9 +71,11 @@ def run_root(
     `feature` [B, 1, E] is what the target's hidden state adds to each row's residual stream.
     """
     reader = (run.draft.self_norm, run.draft.qkv)
+    # Copied here, for whoever reads them wants them older than the last kernel.
+    roots = positions[:, :1].contiguous()
     x, stream = embed(newest, run.target.embedding, feature, _factor(reader, newest.numel()))
     q = _write_draft(run, x, positions, entries)
-    return _finish_draft(run, q[:, :1], Stream(stream.x[:, :1]), positions[:, :1], 0, 0)
+    return _finish_draft(run, q[:, :1], Stream(stream.x[:, :1]), roots, 0, 0)
 
 
 def run_level(run: DraftPass, tokens: Tensor, feature: Tensor | None, first: int, depth: int) -> Tensor:

@@ -9,6 +9,7 @@ from longspec.attention import choose_backend, merge
 from longspec.attention.base import BACKENDS
 from longspec.attention.reference import ReferenceAttention
 from longspec.errors import UserError
+from longspec.kernels import attention as kernels
 
 # B, T, K, G, D and the rows' prefix lengths: odd sizes, empty prefixes, one row and several
 SHAPES = [
@@ -30,6 +31,16 @@ def random_tree(num_nodes: int, generator: torch.Generator) -> torch.Tensor:
         parent = int(torch.randint(node, (), generator=generator))
         sees[node] |= sees[parent]
     return sees
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["trees", "window"])
+def test_attend_where_the_hardware_copies_no_tiles(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int, int, list[int]], kind: str
+) -> None:
+    """As before Hopper."""
+    monkeypatch.setattr(kernels, "copies_tiles", lambda device: False)
+    test_attend_matches_fp64("triton", shape, torch.float16, kind)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,5 +1,6 @@
 """Compiles every kernel for a Hopper GPU, as SmolLM2 in bf16 calls them; no GPU is needed, nothing is run.
-Then whole rounds are compiled ahead, as before a capture, which must launch nothing and change nothing.
+Then whole rounds are compiled ahead, as before a capture, which must launch nothing and change nothing; and
+some kernels for an older GPU.
 
 A program of its own, for the tests run the kernels in Triton's interpreter, which compiles nothing.
 """
@@ -26,7 +27,7 @@ from longspec.decoding.guard import Resting
 from longspec.decoding.loop import start
 from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.row import Row
-from longspec.kernels import launch
+from longspec.kernels import attention, launch, linear
 from longspec.kernels.attention import attend
 from longspec.kernels.choose import choose_tokens
 from longspec.kernels.commit import commit_path
@@ -72,6 +73,13 @@ class Hopper:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+class Ampere(Hopper):
+    """An older one."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 80, 32)
 
 
 Called = dict[bool | None, list[str]]
@@ -123,6 +131,12 @@ def call_models(T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024, E: i
     rope_write(qkv, table, places, places, k, k)
     rope_write(qkv, table, places, places, k, k, (halves(D), halves(D), 1e-6))
     silu_mul(halves(1, T, 3072))
+    call_products(T, E)
+
+
+def call_products(T: int, E: int = 576) -> None:
+    """Products of T rows, and of one."""
+    x, weight = halves(1, T, E), halves(E)
     norm, lone = (weight, 1e-5), Stream(x[:, :1])
     few_rows(Stream(x, x), halves(960, E), halves(960), norm)
     few_rows(Stream(x, x), halves(3072, E), None, norm, gated=True)
@@ -214,9 +228,33 @@ def check_rounds_ahead(names: Called) -> None:
     check_ahead(writer._step, [writer._tokens, writer._active, writer._cache.lengths], names)
 
 
+def check_ampere() -> None:
+    """Before Hopper no hardware copies tiles; what does it must be copies of many numbers at a time."""
+    driver.set_active(Ampere())
+    launch._can = lambda device: False  # type: ignore[assignment]
+    for module in (attention, linear):
+        vars(module)["copies_tiles"] = lambda device: False
+    run = JITFunction.run
+
+    def checked(self: Any, *args: Any, **options: Any) -> Any:
+        kernel = run(self, *args, **options)
+        if self.fn.__name__ != "_merge_kernel":
+            assert "cp.async" in kernel.asm["ptx"], self.fn.__name__
+            assert "ld.global.b16" not in kernel.asm["ptx"], self.fn.__name__
+        return kernel
+
+    JITFunction.run = checked
+    k = halves(1, 3, 1024, 64)
+    attend(halves(1, 64, 9, 64), k, k, numbers(1), torch.ones(1, 64, 64, dtype=torch.bool))
+    for num_rows in (16, 32, 64):
+        few_rows(Stream(halves(1, num_rows, 1536)), halves(576, 1536))
+
+
 if __name__ == "__main__":
     names = compile_only()
     call_models(16)
+    call_products(64)
     call_rounds(16)
     check_rounds_ahead(names)
+    check_ampere()
     print("\n".join(sorted(set(names[False]))))

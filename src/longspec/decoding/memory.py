@@ -102,9 +102,9 @@ def graph_pool(
     verify = nodes * 2 * 4 * config.vocab_size + _activations(config, nodes, dtype)
     if draft is None:
         return verify + _SMALL
-    # Of a level: its scores, those with noise and their log-softmax; the noise of a row in fp64.
+    # Of a level: its scores, those with noise and their log-softmax; and the noise of all levels.
     width = draft.draft_vocab or config.vocab_size
-    return verify + batch * (3 * 4 * max(tree_shape) + 3 * 8) * width + _SMALL
+    return verify + batch * 4 * (3 * max(tree_shape) + len(tree_shape)) * width + _SMALL
 
 
 def _activations(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:

@@ -20,6 +20,7 @@ from longspec.kernels.tiling import (
     choose_slice,
     choose_splits,
     choose_tiling,
+    copies_tiles,
     precision,
 )
 
@@ -65,14 +66,32 @@ def query_offsets(row, head, stride_t, stride_h, group) -> tl.tensor:
 
 
 @triton.jit
+def _tile_at(
+    box, at, stride, layer, b, head, first, end,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BOXES: tl.constexpr, EDGE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Keys or values from entry `first` on, by their descriptor or from where the head's own begin; with EDGE
+    those before `end`, and behind them whatever there is."""
+    if BOXES:
+        return box.load([layer, b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
+    else:
+        entry, d = first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+        mask = (d < D)[None, :]
+        if EDGE:
+            mask = mask & (entry < end)[:, None]
+        return tl.load(at + (entry.to(tl.int64) * stride)[:, None] + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def _absorb_edge(
-    query, k, v, layer, b, head, first, end, high, total, acc, scale,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
+    query, k, v, keys, values, k_s, v_s, layer, b, head, first, end, high, total, acc, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BOXES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The keys from `first` on that come before `end`, less than a tile of them."""
     valid = first + tl.arange(0, BLOCK_S) < end
-    key = k.load([layer, b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
-    value = v.load([layer, b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
+    key = _tile_at(k, keys, k_s, layer, b, head, first, end, D, BLOCK_D, BLOCK_S, BOXES, True)
+    value = _tile_at(v, values, v_s, layer, b, head, first, end, D, BLOCK_D, BLOCK_S, BOXES, True)
     # What lies behind may be nan, which a weight of 0 would let through.
     value = tl.where(valid[:, None], value, 0.0)
     return absorb(query, key, value, valid[None, :], high, total, acc, scale, PRECISION, True)
@@ -85,11 +104,11 @@ def _prefix_kernel(
     k_l, k_b, k_h, k_s, v_l, v_b, v_h, v_s,
     num_rows, num_splits, sinks, window, heads, layer_heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    LINE: tl.constexpr, SINKS: tl.constexpr, OWN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    LINE: tl.constexpr, BOXES: tl.constexpr, SINKS: tl.constexpr, OWN: tl.constexpr, WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """k and v are descriptors of keys and values, so that whole tiles are copied by the hardware; what is
-    outside reads as 0. With WHOLE there is one part, and its result is the whole one."""
+    """With BOXES k and v are descriptors of keys and values, so that whole tiles are copied by the hardware;
+    what is outside reads as 0. With WHOLE there is one part, and its result is the whole one."""
     # Tiles of the same keys are neighbours, so that they find them in the L2 cache.
     tile, split, problem = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = problem // heads, problem % heads
@@ -97,12 +116,12 @@ def _prefix_kernel(
     length = tl.load(lengths + b).to(tl.int32)
     begin, behind, share = _parts(length, window, num_splits, BLOCK_S, OWN)
     start = begin + split * share
+    keys += layer.to(tl.int64) * k_l + b.to(tl.int64) * k_b + theirs.to(tl.int64) * k_h
+    values += layer.to(tl.int64) * v_l + b.to(tl.int64) * v_b + theirs.to(tl.int64) * v_h
     if OVERLAP:
         # The prefix has been there for long: its first tile comes while the queries are still being made.
         entry = tl.minimum(start + tl.arange(0, BLOCK_S), tl.maximum(length - 1, 0)).to(tl.int64)
         line = tl.arange(0, BLOCK_D // LINE) * LINE
-        keys += layer.to(tl.int64) * k_l + b.to(tl.int64) * k_b + theirs.to(tl.int64) * k_h
-        values += layer.to(tl.int64) * v_l + b.to(tl.int64) * v_b + theirs.to(tl.int64) * v_h
         fetch(keys + (entry * k_s)[:, None] + line[None, :], OVERLAP)
         fetch(values + (entry * v_s)[:, None] + line[None, :], OVERLAP)
     await_turn(OVERLAP)
@@ -122,31 +141,19 @@ def _prefix_kernel(
         last = tl.where(split == 0, tl.minimum(sinks, begin), 0)
         for first in tl.range(0, last, BLOCK_S):
             high, total, acc = _absorb_edge(
-                query,
-                k,
-                v,
-                layer,
-                b,
-                theirs,
-                first,
-                last,
-                high,
-                total,
-                acc,
-                scale,
-                BLOCK_D,
-                BLOCK_S,
-                PRECISION,
-            )
+                query, k, v, keys, values, k_s, v_s, layer, b, theirs, first, last, high, total, acc, scale,
+                D, BLOCK_D, BLOCK_S, BOXES, PRECISION,
+            )  # fmt: skip
     edge = start + (end - start) // BLOCK_S * BLOCK_S
     for first in tl.range(start, edge, BLOCK_S):
-        key = k.load([layer, b, theirs, first, 0]).reshape([BLOCK_S, BLOCK_D])
-        value = v.load([layer, b, theirs, first, 0]).reshape([BLOCK_S, BLOCK_D])
+        key = _tile_at(k, keys, k_s, layer, b, theirs, first, end, D, BLOCK_D, BLOCK_S, BOXES, False)
+        value = _tile_at(v, values, v_s, layer, b, theirs, first, end, D, BLOCK_D, BLOCK_S, BOXES, False)
         high, total, acc = absorb(query, key, value, row, high, total, acc, scale, PRECISION, False)
     if edge < end:
         high, total, acc = _absorb_edge(
-            query, k, v, layer, b, theirs, edge, end, high, total, acc, scale, BLOCK_D, BLOCK_S, PRECISION
-        )
+            query, k, v, keys, values, k_s, v_s, layer, b, theirs, edge, end, high, total, acc, scale,
+            D, BLOCK_D, BLOCK_S, BOXES, PRECISION,
+        )  # fmt: skip
 
     if WHOLE:
         write_rows(out, lse, b.to(tl.int64), head, row, d, high, total, acc, num_rows, heads, group, D)
@@ -287,21 +294,26 @@ def attend(
     part_lse = torch.empty(num_parts, dtype=torch.float32, device=q.device)
     out, lse = results_like(q)
     shape = {"D": D, "BLOCK_D": padded(D), "PRECISION": precision(q.dtype)}
-    box = [1, 1, 1, tiling.num_keys, shape["BLOCK_D"]]
-    _prefix_kernel[(num_tiles, num_splits, B * K)](
-        q, TensorDescriptor.from_tensor(k, box), TensorDescriptor.from_tensor(v, box), k, v, lengths,
-        part_out, part_lse, out, lse, *q.stride()[:3], *k.stride()[:4], *v.stride()[:4],
-        num_rows, num_splits, sinks, last, K, k.shape[2], H // K, score_scale(D), **shape,
-        BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, LINE=min(padded(D), 128 // q.itemsize),
-        SINKS=sinks > 0 and window is not None, OWN=own, WHOLE=whole,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlap(q.device),
-    )  # fmt: skip
-    if whole:
-        return out, lse
+    boxes, k_box, v_box = copies_tiles(q.device), k, v
+    if boxes:
+        k_box, v_box = (
+            TensorDescriptor.from_tensor(part, [1, 1, 1, tiling.num_keys, shape["BLOCK_D"]])
+            for part in (k, v)
+        )
     mask, mask_strides = q, (0, 0)
     if tree is not None:
         mask = tree.contiguous().view(torch.uint8)
         mask_strides = (T * T if tree.ndim == 3 else 0, T)
+    _prefix_kernel[(num_tiles, num_splits, B * K)](
+        q, k_box, v_box, k, v, lengths, part_out, part_lse, out, lse,
+        *q.stride()[:3], *k.stride()[:4], *v.stride()[:4],
+        num_rows, num_splits, sinks, last, K, k.shape[2], H // K, score_scale(D), **shape,
+        BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, LINE=min(padded(D), 128 // q.itemsize),
+        BOXES=boxes, SINKS=sinks > 0 and window is not None, OWN=own, WHOLE=whole,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlap(q.device),
+    )  # fmt: skip
+    if whole:
+        return out, lse
     num_tiles = triton.cdiv(num_rows, MERGE_ROWS)
     piece, parts = choose_slice(num_rows, num_tiles * B * K, q.device)
     grid = (num_tiles, B * K, triton.cdiv(D, piece))

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from longspec.kernels.launch import overlap
 from longspec.kernels.norm import MOST_ROWS, Ahead, Norm, Stream, norm_stream
 from longspec.kernels.products import row_kernel, rows_kernel, split_kernel
-from longspec.kernels.tiling import gpu_size, precision
+from longspec.kernels.tiling import copies_tiles, gpu_size, precision
 
 # A single row of a small matrix is one tile.
 _SMALL, _LONGEST = 1 << 22, 4096
@@ -160,8 +160,9 @@ def _tile(num_rows: int, weight: Tensor, gated: bool) -> _Tile:
         tile = _Tile(16, 16, 128 if deep else 64, 4, 4, num_splits=4)
     elif _is_small(weight):
         # The hardware's copying leaves out rows that are none, and takes longer to begin.
-        tile = _Tile(64, 16, 256, 5, 4) if deep else _Tile(64, 16, 128, 4, 4)
-        tile = replace(tile, boxes=deep or num_rows <= 32)
+        boxes = copies_tiles(weight.device) and (deep or rows == 32)
+        tile = _Tile(64, 16, 256, 5, 4, boxes=True) if deep else _Tile(64, 16, 128, 4, 4, boxes=True)
+        tile = tile if boxes else _Tile(rows, 16, 128, 4, 4)
     elif rows == 16:
         tile = _Tile(16, 32, 256, 6 if few else 4, 4)
     else:

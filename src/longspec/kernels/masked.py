@@ -128,7 +128,8 @@ def _join_kernel(
 
 
 class Nodes(NamedTuple):
-    """Nodes of a draft's tree, all of one depth, whose keys and values stand behind the draft's ring."""
+    """Nodes of a draft's tree, all of one depth, whose keys and values stand behind the draft's ring; the
+    root's stand in it."""
 
     held: Tensor
     """The position of what each entry of the ring holds, int64 [B, S] (see `DraftCache`)."""

@@ -92,6 +92,15 @@ def choose_slice(num_rows: int, num_programs: int, device: torch.device) -> tupl
     return 16, 16 if num_rows < 16 else 8
 
 
+@cache
+def copies_tiles(device: torch.device) -> bool:
+    """Whether whole tiles are copied by the hardware, as Hopper and later do, or by the interpreter.
+
+    Elsewhere the compiler would turn a descriptor into loads of single numbers.
+    """
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def precision(dtype: torch.dtype) -> str:
     """What `tl.dot` is asked for."""
     # On fp32 the default would be TF32, which keeps ten bits.

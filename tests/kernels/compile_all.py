@@ -90,7 +90,7 @@ def compile_only() -> Called:
     """Make calls of kernels compile them and stop there; returns the names of all that are called from now
     on."""
     driver.set_active(Hopper())
-    launch._can = lambda device: True  # type: ignore[assignment]
+    vars(launch)["is_hopper"] = lambda device: True
     triton_backend._reaches = lambda x: True
     names: Called = {False: [], True: [], None: []}
     run, compile_one = JITFunction.run, JITFunction._do_compile
@@ -231,7 +231,7 @@ def check_rounds_ahead(names: Called) -> None:
 def check_ampere() -> None:
     """Before Hopper no hardware copies tiles; what does it must be copies of many numbers at a time."""
     driver.set_active(Ampere())
-    launch._can = lambda device: False  # type: ignore[assignment]
+    vars(launch)["is_hopper"] = lambda device: False
     for module in (attention, linear):
         vars(module)["copies_tiles"] = lambda device: False
     run = JITFunction.run

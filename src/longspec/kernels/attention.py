@@ -289,23 +289,18 @@ def attend(
     # A query alone sees all up to its own entry, which may as well count as prefix.
     own = nodes and T == 1
     whole = num_splits == 1 and (own or not nodes)
-    num_parts = 0 if whole else B * K * num_splits * num_rows
-    part_out = torch.empty(num_parts, D, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(num_parts, dtype=torch.float32, device=q.device)
+    part_out, part_lse = parts_like(q, 0 if whole else num_splits)
     out, lse = results_like(q)
     shape = {"D": D, "BLOCK_D": padded(D), "PRECISION": precision(q.dtype)}
-    boxes, k_box, v_box = copies_tiles(q.device), k, v
-    if boxes:
-        k_box, v_box = (
-            TensorDescriptor.from_tensor(part, [1, 1, 1, tiling.num_keys, shape["BLOCK_D"]])
-            for part in (k, v)
-        )
+    boxes, box = copies_tiles(q.device), [1, 1, 1, tiling.num_keys, shape["BLOCK_D"]]
+    whole_tiles = (TensorDescriptor.from_tensor(part, box) if boxes else part for part in (k, v))
     mask, mask_strides = q, (0, 0)
     if tree is not None:
+        # Made before the first launch: the second reads it early.
         mask = tree.contiguous().view(torch.uint8)
         mask_strides = (T * T if tree.ndim == 3 else 0, T)
     _prefix_kernel[(num_tiles, num_splits, B * K)](
-        q, k_box, v_box, k, v, lengths, part_out, part_lse, out, lse,
+        q, *whole_tiles, k, v, lengths, part_out, part_lse, out, lse,
         *q.stride()[:3], *k.stride()[:4], *v.stride()[:4],
         num_rows, num_splits, sinks, last, K, k.shape[2], H // K, score_scale(D), **shape,
         BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, LINE=min(padded(D), 128 // q.itemsize),
@@ -332,6 +327,12 @@ def results_like(q: Tensor) -> tuple[Tensor, Tensor]:
     """Where `out` and `lse` of these queries go."""
     assert q.stride(3) == 1, "a head's numbers must lie side by side"
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def parts_like(q: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
+    """Where so many parts' results of these queries go, and their lse by powers of two."""
+    num_rows = num_parts * q.shape[0] * q.shape[1] * q.shape[2]
+    return q.new_empty(num_rows, q.shape[3], dtype=torch.float32), q.new_empty(num_rows, dtype=torch.float32)
 
 
 def padded(head_dim: int) -> int:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from triton import AsyncCompileMode
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from longspec.kernels.tiling import is_hopper
 
 # Each compilation takes a processor, and some hundred megabytes.
 _MOST_AT_ONCE = 16
@@ -85,9 +87,4 @@ def fetch(pointers: tl.tensor, OVERLAP: tl.constexpr) -> None:
 
 def overlap(device: torch.device) -> dict[str, Any]:
     """The launch's options: what the GPU can, and what tells the kernel."""
-    return {"OVERLAP": True, "launch_pdl": True} if _can(device) else {"OVERLAP": False}
-
-
-@cache
-def _can(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"OVERLAP": True, "launch_pdl": True} if is_hopper(device) else {"OVERLAP": False}

@@ -158,11 +158,11 @@ def _tile(num_rows: int, weight: Tensor, gated: bool) -> _Tile:
         tile = _Tile(rows, 16, 32, 4, 4)
     elif _is_small(weight) and rows == 16:
         tile = _Tile(16, 16, 128 if deep else 64, 4, 4, num_splits=4)
-    elif _is_small(weight):
-        # The hardware's copying leaves out rows that are none, and takes longer to begin.
-        boxes = copies_tiles(weight.device) and (deep or rows == 32)
+    # The hardware's copying leaves out rows that are none, and takes longer to begin.
+    elif _is_small(weight) and copies_tiles(weight.device) and (deep or rows == 32):
         tile = _Tile(64, 16, 256, 5, 4, boxes=True) if deep else _Tile(64, 16, 128, 4, 4, boxes=True)
-        tile = tile if boxes else _Tile(rows, 16, 128, 4, 4)
+    elif _is_small(weight):
+        tile = _Tile(rows, 16, 128, 4, 4)
     elif rows == 16:
         tile = _Tile(16, 32, 256, 6 if few else 4, 4)
     else:

@@ -15,6 +15,7 @@ from longspec.kernels.attention import (
     absorb_parts,
     load_parts,
     padded,
+    parts_like,
     query_offsets,
     results_like,
     score_scale,
@@ -25,23 +26,24 @@ from longspec.kernels.tiling import choose_share, choose_slice, precision
 
 
 @triton.jit
-def _given(sees, row, entry, num_rows, num_keys, sees_t, group):
-    """What rows may see of the entries, as they are told."""
-    pairs = (row < num_rows)[:, None] & (entry < num_keys)[None, :]
-    return tl.load(sees + (row // group * sees_t)[:, None] + entry[None, :], mask=pairs, other=0) != 0
-
-
-@triton.jit
-def _in_window(held, parents, row, entry, position, num_rows, num_keys, group, first, depth, window):
-    """What nodes of a tree, `depth` deep at `position`, may see: of the ring's entries what the last `window`
-    positions left there, and behind those themselves and their ancestors. The root stands in the ring."""
-    back = position - tl.load(held + entry, mask=entry < num_keys, other=-1)
-    visible = (back >= 0) & (back < window) & (back <= position) & (entry < window)
-    visible = visible[None, :] & (row < num_rows)[:, None]
-    here = (first + row // group).to(tl.int64)
-    for _ in tl.range(0, depth):
-        visible = visible | (entry[None, :] == window + here[:, None])
-        here = tl.load(parents + here, mask=row < num_rows, other=0)
+def _visible(
+    sees, held, parents, row, entry, position,
+    num_rows, num_keys, sees_t, group, first_node, depth, window, RING: tl.constexpr,
+):  # fmt: skip
+    """What rows may see of the entries: what they are told or, of a RING, what nodes of a tree see that are
+    `depth` deep at `position`. That is of the ring's entries what the last `window` positions left there, and
+    behind those themselves and their ancestors. The root stands in the ring."""
+    if RING:
+        back = position - tl.load(held + entry, mask=entry < num_keys, other=-1)
+        visible = (back >= 0) & (back < window) & (back <= position) & (entry < window)
+        visible = visible[None, :] & (row < num_rows)[:, None]
+        here = (first_node + row // group).to(tl.int64)
+        for _ in tl.range(0, depth):
+            visible = visible | (entry[None, :] == window + here[:, None])
+            here = tl.load(parents + here, mask=row < num_rows, other=0)
+    else:
+        pairs = (row < num_rows)[:, None] & (entry < num_keys)[None, :]
+        visible = tl.load(sees + (row // group * sees_t)[:, None] + entry[None, :], mask=pairs, other=0) != 0
     return visible
 
 
@@ -64,17 +66,22 @@ def _masked_kernel(
     split = tl.program_id(2)
     start, stop = split * share, tl.minimum((split + 1) * share, num_keys)
     entry = start + tl.arange(0, BLOCK_S)
+    sees += b * sees_b
+    held += b * num_keys
+    parents += b * parents_b
+    position = 0
     if RING:
         position = tl.load(lengths + b) + depth
-        held += b * num_keys
-        parents += b * parents_b
-        visible = _in_window(
-            held, parents, row, entry, position, num_rows, num_keys, group, first_node, depth, window
-        )
+        visible = _visible(
+            sees, held, parents, row, entry, position,
+            num_rows, num_keys, sees_t, group, first_node, depth, window, RING,
+        )  # fmt: skip
     await_turn(OVERLAP)
     if not RING:
-        sees += b * sees_b
-        visible = _given(sees, row, entry, num_rows, num_keys, sees_t, group)
+        visible = _visible(
+            sees, held, parents, row, entry, position,
+            num_rows, num_keys, sees_t, group, first_node, depth, window, RING,
+        )  # fmt: skip
     inside = (row < num_rows)[:, None] & (d < D)[None, :]
     rows_at = q + b * q_b + query_offsets(row, head, q_t, q_h, group)
     query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
@@ -91,12 +98,10 @@ def _masked_kernel(
         high, total, acc = absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
         if first + BLOCK_S < stop:
             entry += BLOCK_S
-            if RING:
-                visible = _in_window(
-                    held, parents, row, entry, position, num_rows, num_keys, group, first_node, depth, window
-                )
-            else:
-                visible = _given(sees, row, entry, num_rows, num_keys, sees_t, group)
+            visible = _visible(
+                sees, held, parents, row, entry, position,
+                num_rows, num_keys, sees_t, group, first_node, depth, window, RING,
+            )  # fmt: skip
     if WHOLE:
         write_rows(out, lse, b, head, row, d, high, total, acc, num_rows, heads, group, D)
     else:
@@ -161,9 +166,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | Nodes) -> tuple[Tenso
     grid = (triton.cdiv(num_rows, MERGE_ROWS), B * K)
     share, num_splits = choose_share(grid[0] * grid[1], num_keys, block, q.device)
     whole = num_splits == 1
-    num_parts = 0 if whole else B * K * num_splits * num_rows
-    part_out = torch.empty(num_parts, D, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(num_parts, dtype=torch.float32, device=q.device)
+    part_out, part_lse = parts_like(q, 0 if whole else num_splits)
     shape = {"D": D, "BLOCK_R": MERGE_ROWS, "num_warps": 4, **overlap(q.device)}
     _masked_kernel[(*grid, num_splits)](
         q, k, v, told, nodes.held, nodes.lengths, nodes.parents, part_out, part_lse, out, lse,

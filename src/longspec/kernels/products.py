@@ -81,6 +81,31 @@ def row_kernel(
 
 
 @triton.jit
+def _begin(
+    x, weight, next_factor, num_rows, num_in, num_out,
+    ROWS: tl.constexpr, COLS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, GATED: tl.constexpr,
+    AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A tile's rows and columns, where those of x and of the weights begin, how much further the second ones
+    do (GATED), and the next norm's weight (AHEAD): what comes before the turn, and the turn."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    # What is outside reads the last one again: nobody keeps it.
+    rows_at = x + tl.minimum(row, num_rows - 1) * num_in
+    columns_at = weight + tl.minimum(col, num_out - 1).to(tl.int64) * num_in
+    second_at = num_out.to(tl.int64) * num_in
+    lines = columns_at[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, num_in - 1)[None, :]
+    fetch(lines, OVERLAP)
+    if GATED:
+        fetch(lines + second_at, OVERLAP)
+    factor = 0.0
+    if AHEAD:
+        factor = tl.load(next_factor + col, mask=col < num_out, other=0.0).to(tl.float32)
+    await_turn(OVERLAP)
+    return row, col, rows_at, columns_at, second_at, factor
+
+
+@triton.jit
 def _load_tile(x, row, col, num_rows, num_cols):
     inside = (row < num_rows)[:, None] & (col < num_cols)[None, :]
     return tl.load(x + row[:, None] * num_cols + col[None, :], mask=inside, other=0.0)
@@ -129,20 +154,10 @@ def split_kernel(
 ) -> None:  # fmt: skip
     """As `rows_kernel`, each warp with a SPLITth of the depth: from one step of it to the next a tensor core
     takes longer than for the step, and of few rows there is little else to do meanwhile."""
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    # What is outside reads the last one again: nobody keeps it.
-    rows_at = x + tl.minimum(row, num_rows - 1)[None, :, None] * num_in
-    columns_at = weight + tl.minimum(col, num_out - 1).to(tl.int64) * num_in
-    second_at = num_out.to(tl.int64) * num_in
-    lines = columns_at[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, num_in - 1)[None, :]
-    fetch(lines, OVERLAP)
-    if GATED:
-        fetch(lines + second_at, OVERLAP)
-    stream, factor, scale = 0.0, 0.0, 0.0
-    if AHEAD:
-        factor = tl.load(next_factor + col, mask=col < num_out, other=0.0).to(tl.float32)
-    await_turn(OVERLAP)
+    row, col, rows_at, columns_at, second_at, factor = _begin(
+        x, weight, next_factor, num_rows, num_in, num_out, ROWS, COLS, LINE, LINES, GATED, AHEAD, OVERLAP
+    )
+    stream, scale = 0.0, 0.0
     if RESIDUAL:
         stream = _load_tile(residual, row, col, num_rows, num_out)
     if NORM:
@@ -152,7 +167,7 @@ def split_kernel(
     up = tl.zeros([SPLIT, ROWS, COLS], tl.float32)
     for first in tl.range(0, num_in, SPLIT * DEPTH):
         i = first + tl.arange(0, SPLIT)[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
-        value = tl.load(rows_at + i[:, None, :], mask=(i < num_in)[:, None, :], other=0.0)
+        value = tl.load(rows_at[None, :, None] + i[:, None, :], mask=(i < num_in)[:, None, :], other=0.0)
         weights_at = columns_at[None, None, :] + i[:, :, None]
         weights = tl.load(weights_at, mask=(i < num_in)[:, :, None], other=0.0)
         result = tl.dot(value, weights, result)
@@ -182,20 +197,10 @@ def rows_kernel(
     With BOXES there are descriptors of x and weight, by which the hardware copies whole tiles; what is
     outside reads as 0.
     """
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    # What is outside reads the last one again: nobody keeps it.
-    rows_at = x + tl.minimum(row, num_rows - 1)[:, None] * num_in
-    columns_at = weight + tl.minimum(col, num_out - 1).to(tl.int64) * num_in
-    second_at = num_out.to(tl.int64) * num_in
-    lines = columns_at[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, num_in - 1)[None, :]
-    fetch(lines, OVERLAP)
-    if GATED:
-        fetch(lines + second_at, OVERLAP)
-    stream, factor, scale = 0.0, 0.0, 0.0
-    if AHEAD:
-        factor = tl.load(next_factor + col, mask=col < num_out, other=0.0).to(tl.float32)
-    await_turn(OVERLAP)
+    row, col, rows_at, columns_at, second_at, factor = _begin(
+        x, weight, next_factor, num_rows, num_in, num_out, ROWS, COLS, LINE, LINES, GATED, AHEAD, OVERLAP
+    )
+    stream, scale = 0.0, 0.0
     # Asked for together with the first of x, so that they are there when the product is.
     if RESIDUAL:
         stream = _load_tile(residual, row, col, num_rows, num_out)
@@ -219,7 +224,7 @@ def rows_kernel(
             weights = tl.trans(weight_box.load([tl.program_id(0) * COLS, first]))
         else:
             i = first + tl.arange(0, DEPTH)
-            value = tl.load(rows_at + i[None, :], mask=(i < num_in)[None, :], other=0.0)
+            value = tl.load(rows_at[:, None] + i[None, :], mask=(i < num_in)[None, :], other=0.0)
             weights_at = columns_at[None, :] + i[:, None]
             weights = tl.load(weights_at, mask=(i < num_in)[:, None], other=0.0)
         result = tl.dot(value, weights, result, input_precision=PRECISION)

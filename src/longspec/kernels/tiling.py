@@ -93,12 +93,17 @@ def choose_slice(num_rows: int, num_programs: int, device: torch.device) -> tupl
 
 
 @cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is a GPU of that kind or later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def copies_tiles(device: torch.device) -> bool:
     """Whether whole tiles are copied by the hardware, as Hopper and later do, or by the interpreter.
 
     Elsewhere the compiler would turn a descriptor into loads of single numbers.
     """
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type != "cuda" or is_hopper(device)
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -123,7 +123,7 @@ def test_a_draft_given_to_from_pretrained_is_used(
     answer = model.generate("What is the capital of France?", method="tree", max_new_tokens=12)
     assert answer.text == "The capital of France is Paris."
     assert answer.draft == str(tmp_path)
-    assert answer.tree_shape == [4, 16, 16, 16, 16]
+    assert answer.tree_shape == [4, 16, 16, 16, 11]
 
 
 TINY: dict[str, Any] = {

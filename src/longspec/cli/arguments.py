@@ -94,7 +94,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "--tree-shape",
         type=tree_shape,
         metavar="N,N,...",
-        help="nodes per depth of the tree (4,16,16,16,16)",
+        help="nodes per depth of the tree (4,16,16,16,11)",
     )
     group.add_argument("--max-nodes", type=int, metavar="N", help="verify only the best N nodes (all)")
     group.add_argument(

@@ -25,9 +25,9 @@ def add_latency(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tree-shape",
         type=tree_shape,
-        default=(4, 16, 16, 16, 16),
+        default=(4, 16, 16, 16, 11),
         metavar="N,N,...",
-        help="nodes per depth (4,16,16,16,16)",
+        help="nodes per depth (4,16,16,16,11)",
     )
     parser.add_argument(
         "--max-nodes",

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft", metavar="DRAFT", help="as for generate (default: one of the published architecture)"
     )
     parser.add_argument(
-        "--tree-shape", type=tree_shape, metavar="N,N,...", help="nodes per depth (4,16,16,16,16)"
+        "--tree-shape", type=tree_shape, metavar="N,N,...", help="nodes per depth (4,16,16,16,11)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -250,7 +250,7 @@ def test_draft_memory_is_the_same_at_any_context(drafting: LongSpec) -> None:
             method.begin(state)
             method.propose(state)
         sizes.add(method.ring.num_bytes)  # type: ignore[attr-defined]
-    assert sizes == {DraftCache.size_of(target.config, method._draft.config, 69, target.dtype)}  # type: ignore[attr-defined]
+    assert sizes == {DraftCache.size_of(target.config, method._draft.config, 64, target.dtype)}  # type: ignore[attr-defined]
 
 
 class RandomTrees:

@@ -11,6 +11,8 @@ from longspec.errors import UserError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+# Nodes per depth of the tree that is drafted. With its root 64: one more, and a GPU works as for 128.
+DEFAULT_TREE = (4, 16, 16, 16, 11)
 
 
 @dataclass(frozen=True)

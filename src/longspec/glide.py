@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from longspec import hub
 from longspec.attention import choose_backend
-from longspec.config import DraftConfig, ModelConfig
+from longspec.config import DEFAULT_TREE, DraftConfig, ModelConfig
 from longspec.decoding.choose import Sampling
 from longspec.decoding.loop import decode, start
-from longspec.decoding.methods.make import DEFAULT_TREE, MethodOptions, make_method
+from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.row import Row
 from longspec.errors import UserError
 from longspec.models.checkpoint import WeightFiles

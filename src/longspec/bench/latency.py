@@ -19,7 +19,7 @@ from longspec.bench.environment import PeakMemory
 from longspec.bench.shapes import random_target, shape_named
 from longspec.bench.summary import Spread
 from longspec.calibration import Planner
-from longspec.config import DraftConfig, ModelConfig
+from longspec.config import DEFAULT_TREE, DraftConfig, ModelConfig
 from longspec.decoding.accept import accept_coupled
 from longspec.decoding.auto import Plan
 from longspec.decoding.choose import Sampling
@@ -27,7 +27,7 @@ from longspec.decoding.device import DeviceRounds, replays, width_of
 from longspec.decoding.expected import gain
 from longspec.decoding.loop import DecodeState, Method, host_rounds, start
 from longspec.decoding.methods.glide import Glide
-from longspec.decoding.methods.make import DEFAULT_TREE, MethodOptions, make_method
+from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.methods.vanilla import Vanilla
 from longspec.decoding.row import Row
 from longspec.decoding.timing import seconds_a_round

@@ -7,7 +7,8 @@ from typing import Protocol, cast
 
 from longspec.api import LongSpec
 from longspec.bench.parts import time_parts
-from longspec.decoding.methods.make import DEFAULT_TREE, MethodOptions, make_method
+from longspec.config import DEFAULT_TREE
+from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.row import Row
 from longspec.errors import UserError
 from longspec.generation import Generation

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, cast
 
+from longspec.config import DEFAULT_TREE
+
 if TYPE_CHECKING:
     from longspec.api import LongSpec
     from longspec.request import Options
@@ -90,12 +92,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the draft's weights: int8, target (as the target's), or auto: int8 on a CPU (default)",
     )
     group.add_argument("--gamma", type=int, metavar="N", help="chain length of seq, magicdec, lookup (4)")
-    group.add_argument(
-        "--tree-shape",
-        type=tree_shape,
-        metavar="N,N,...",
-        help="nodes per depth of the tree (4,16,16,16,11)",
-    )
+    add_tree_shape(group)
     group.add_argument("--max-nodes", type=int, metavar="N", help="verify only the best N nodes (all)")
     group.add_argument(
         "--num-copied",
@@ -124,7 +121,19 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def tree_shape(text: str) -> tuple[int, ...]:
+def add_tree_shape(parser: argparse._ActionsContainer, default: tuple[int, ...] | None = None) -> None:
+    """The flag of a tree's shape; where it may be left unsaid, whoever reads it knows the default."""
+    shown = ",".join(map(str, DEFAULT_TREE))
+    parser.add_argument(
+        "--tree-shape",
+        type=_tree_shape,
+        default=default,
+        metavar="N,N,...",
+        help=f"nodes per depth of the tree ({shown})",
+    )
+
+
+def _tree_shape(text: str) -> tuple[int, ...]:
     """Nodes per depth, separated by commas."""
     try:
         return tuple(int(part) for part in text.split(",")) if text.strip() else ()

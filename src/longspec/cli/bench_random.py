@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longspec.cli.arguments import tree_shape
+from longspec.cli.arguments import add_tree_shape
+from longspec.config import DEFAULT_TREE
 
 if TYPE_CHECKING:
     from longspec.bench.latency import Latencies, Setting
@@ -22,13 +23,7 @@ def add_latency(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             flag, type=int, nargs="+", default=[default], metavar="N", help=f"{what}; one or more ({default})"
         )
-    parser.add_argument(
-        "--tree-shape",
-        type=tree_shape,
-        default=(4, 16, 16, 16, 11),
-        metavar="N,N,...",
-        help="nodes per depth (4,16,16,16,11)",
-    )
+    add_tree_shape(parser, DEFAULT_TREE)
     parser.add_argument(
         "--max-nodes",
         default="64",

@@ -14,7 +14,8 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from longspec.cli.arguments import DEFAULT_TARGET, tree_shape
+from longspec.cli.arguments import DEFAULT_TARGET, add_tree_shape
+from longspec.config import DEFAULT_TREE
 
 if TYPE_CHECKING:
     from longspec.config import DraftConfig
@@ -34,16 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft", metavar="DRAFT", help="as for generate (default: one of the published architecture)"
     )
-    parser.add_argument(
-        "--tree-shape", type=tree_shape, metavar="N,N,...", help="nodes per depth (4,16,16,16,11)"
-    )
+    add_tree_shape(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from longspec.decoding.memory import plan_decoding
-    from longspec.decoding.methods.make import DEFAULT_TREE, MethodOptions
+    from longspec.decoding.methods.make import MethodOptions
     from longspec.hub import resolve
     from longspec.models.files import read_config
     from longspec.models.placement import pick_device, pick_dtype, plan_memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from longspec.config import DEFAULT_TREE
 from longspec.decoding.accept import accept_coupled
 from longspec.decoding.choose import Sampling
 from longspec.decoding.loop import Acceptance, Method
@@ -21,8 +22,6 @@ Drafting = tuple[GlideDraft, DraftHead]
 
 METHODS = ("auto", "vanilla", "seq", "tree", "magicdec", "lookup")
 ACCEPTANCES = ("coupled", "rejection")
-# With its root 64 nodes: one more, and a GPU works as for 128.
-DEFAULT_TREE = (4, 16, 16, 16, 11)
 MOST_NODES = 512
 MOST_COPIED = 64
 

@@ -15,8 +15,8 @@ from tests.kernels.test_fused import DEVICE, DTYPES, TOLERANCE
 # R, I and O: rows, numbers in and out, one row and several, none of them a whole number of tiles; deep ones
 # that the hardware can copy in whole tiles, and one that it cannot.
 SIZES = [
-    *((1, 576, 960), (1, 4100, 24), (7, 33, 40), (20, 104, 2100), (64, 256, 64)),
-    *((5, 1100, 24), (40, 1100, 24), (40, 1104, 24)),
+    *((1, 576, 960), (1, 4100, 24), (7, 48, 33), (7, 33, 40), (20, 100, 2100), (20, 104, 2100)),
+    *((64, 256, 64), (5, 1100, 24), (40, 1100, 24), (40, 1104, 24)),
 ]
 
 
@@ -75,7 +75,10 @@ def test_products_added_to_the_stream(dtype: torch.dtype, R: int, I: int, O: int
 
 # fp16 may overflow where the norm comes late.
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float16], ids=str)
-@pytest.mark.parametrize(("R", "I", "E", "O"), [(7, 48, 40, 33), (20, 104, 2100, 24), (64, 256, 64, 96)])
+@pytest.mark.parametrize(
+    ("R", "I", "E", "O"),
+    [(7, 48, 33, 40), (7, 48, 40, 33), (20, 100, 2100, 24), (20, 104, 2100, 24), (64, 256, 64, 96)],
+)
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_norm_between_two_products(
     dtype: torch.dtype,

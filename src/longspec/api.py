@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Sequence as Many
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Unpack, overload
 
 import torch
 
 from longspec import hub
 from longspec.attention import choose_backend
-from longspec.calibration import Planner
 from longspec.config import ModelConfig
 from longspec.decoding.choose import Sampling
-from longspec.decoding.methods.make import Drafting
-from longspec.decoding.reuse import PrefixStore
+from longspec.engine.costs import known_costs
+from longspec.engine.engine import Engine
+from longspec.engine.memory import page_size, size_engine
+from longspec.engine.sequence import Sequence
 from longspec.errors import UserError, naming, whole_number
 from longspec.generation import Generation
 from longspec.models.checkpoint import WeightFiles
@@ -26,26 +31,48 @@ from longspec.models.files import eos_ids, read_config, read_generation_config
 from longspec.models.int8 import check_draft_dtype, round_linears, wants_int8
 from longspec.models.layers import pack_linears
 from longspec.models.load import load_target
-from longspec.models.placement import check_fits, gigabytes, memory_explained, pick_device, pick_dtype
+from longspec.models.placement import (
+    check_fits,
+    free_memory,
+    gigabytes,
+    memory_explained,
+    pick_device,
+    pick_dtype,
+)
 from longspec.models.target import Transformer
+from longspec.options import Options, Settings, read_options, room_for, seeds_for
 from longspec.progress import byte_bar
 from longspec.prompts import Prompt, PromptEncoder, split_batch
-from longspec.request import Engine, Options, Request
+from longspec.text import TextStream
 
 # Of a draft's vocabulary, most frequent first, a CPU reads so much; the context's own words come beside it.
 _CPU_VOCAB = 8192
+_WAY_OUT = (
+    "shorten the prompt, lower max_new_tokens, give fewer prompts at once, or load the target in a smaller "
+    "dtype or on another device"
+)
 _SMALLER = "free some, or take a smaller dtype, a smaller target or another device"
 
 
 class LongSpec:
     """A target that is loaded and ready to answer.
 
-    The KV of the last request stays, so the next turn of a conversation, or another question about the
-    same document, computes only what is new. `reset` lets it go.
+    Its engine answers many prompts at once; threads may share it. The KV of finished texts stays as long as
+    there is room, so the next turn of a conversation, or another question about the same document, computes
+    only what is new. `reset` lets it go.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(
+        self,
+        engine: Engine,
+        encoder: PromptEncoder,
+        name: str,
+        defaults: Sampling | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        draft_name: str | None = None,
+    ) -> None:
+        self.engine, self.encoder, self.name = engine, encoder, name
+        self.defaults, self.eos_ids, self.draft_name = defaults or Sampling(), eos_ids, draft_name
 
     @classmethod
     def from_pretrained(
@@ -62,6 +89,8 @@ class LongSpec:
         calibrate: bool = True,
         attention: str = "auto",
         draft_dtype: str = "auto",
+        max_rows: int | None = None,
+        kv_memory: int | None = None,
     ) -> LongSpec:
         """Load a target by short name, hub id, folder or .gguf file, and a draft by hub id, folder or .pth.
 
@@ -70,10 +99,12 @@ class LongSpec:
         draft, also for a fine-tuned target of the same shape.
 
         dtype and device are torch's, or their names; "auto" is bfloat16 on a GPU and float32 on a CPU.
-        max_length bounds prompt plus answer; the default is what the model was made for. The first request
-        with method "auto" measures this machine, once, unless `calibrate` is off. attention names a backend:
-        "triton", which "auto" is on a GPU, replays whole rounds as CUDA graphs. draft_dtype "int8" rounds
-        the draft's weights, which "auto" does on a CPU; "target" leaves them in the target's type.
+        max_length bounds prompt plus answer; the default is what the model was made for, or what fits.
+        max_rows is how many prompts run at once, and kv_memory how many bytes their KV may take; both follow
+        the device where they are left out. Method "auto" wants this machine measured, which is done here,
+        once, unless `calibrate` is off. attention names a backend: "triton", which "auto" is on a GPU,
+        replays whole rounds as CUDA graphs. draft_dtype "int8" rounds the draft's weights, which "auto" does
+        on a CPU; "target" leaves them in the target's type.
         """
         backend = choose_backend(attention)
         check_draft_dtype(draft_dtype)  # told before a long load
@@ -93,30 +124,38 @@ class LongSpec:
         ends = told | {encoder.tokenizer.eos_token_id, entry.eos_id if entry else None}
         model = _load_model(target, folder, config, place, kind, progress)
         model.attention = backend
-        drafting: Drafting | None = None
+        drafting: tuple[GlideDraft | None, DraftHead | None] = (None, None)
         acceptance: dict[str, Any] = {}
         if wanted and wanted != "none":
             path = hub.resolve_draft(wanted, offline=offline, progress=progress)
             drafting, acceptance = _load_drafting(path, model, files.name, draft_dtype)
+        engine = make_engine(
+            model, *drafting, acceptance, max_length=max_length, limit=limit, max_rows=max_rows,
+            kv_memory=kv_memory,
+        )  # fmt: skip
+        if calibrate:
+            with engine.paused() as device:
+                costs = known_costs(device, engine.candidates, engine.width, progress)
+            engine.adopt(costs)
+        engine.prepare()
         return cls(
-            Engine(
-                name=files.name,
-                target=model,
-                encoder=encoder,
-                defaults=defaults,
-                eos_ids=frozenset(end for end in ends if end is not None),
-                max_length=limit,
-                store=PrefixStore(),
-                draft=drafting,
-                draft_name=wanted if drafting else None,
-                plan=Planner(model, drafting, acceptance, limit, progress) if calibrate else None,
-            )
+            engine,
+            encoder,
+            files.name,
+            defaults,
+            frozenset(end for end in ends if end is not None),
+            wanted if drafting[0] else None,
         )
 
     @property
     def tokenizer(self) -> Any:
         """The target's `transformers` tokenizer."""
-        return self.engine.encoder.tokenizer
+        return self.encoder.tokenizer
+
+    @property
+    def target(self) -> Transformer:
+        """The target itself."""
+        return self.engine.models.target
 
     @overload
     def generate(  # type: ignore[overload-overlap] # a str is a sequence of str, and still one prompt
@@ -124,10 +163,10 @@ class LongSpec:
     ) -> Generation: ...
 
     @overload
-    def generate(self, prompt: Sequence[Prompt], **options: Unpack[Options]) -> list[Generation]: ...
+    def generate(self, prompt: Many[Prompt], **options: Unpack[Options]) -> list[Generation]: ...
 
     def generate(
-        self, prompt: Prompt | Sequence[Prompt], **options: Unpack[Options]
+        self, prompt: Prompt | Many[Prompt], **options: Unpack[Options]
     ) -> Generation | list[Generation]:
         """Answer one prompt, or a list of them side by side; see `Options` for what can be set.
 
@@ -135,13 +174,10 @@ class LongSpec:
         the chat template unless `raw=True`.
         """
         prompts, batch = split_batch(prompt)
-        request = Request(self.engine, prompts, options)
-        try:
-            for _ in request.turns():
-                pass
-        finally:
-            request.close()
-        results = request.results()
+        sequences, texts = self._sequences(prompts, read_options(options))
+        with self._memory_explained(sequences):
+            self.engine.run(sequences)
+        results = [self._result(one, text) for one, text in zip(sequences, texts, strict=True)]
         return results if batch else results[0]
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
@@ -149,11 +185,66 @@ class LongSpec:
         prompts, batch = split_batch(prompt)
         if batch:
             raise UserError(f"stream takes one prompt and was given {len(prompts)}; use generate for several")
-        return Stream(Request(self.engine, prompts, options))
+        (sequence,), (text,) = self._sequences(prompts, read_options(options))
+        return Stream(self, sequence, text)
 
     def reset(self) -> None:
-        """Forget the last request's KV and free its memory."""
-        self.engine.store.clear()
+        """Forget the KV of all finished texts."""
+        self.engine.forget()
+
+    def _sequences(
+        self, prompts: Many[Prompt], settings: Settings
+    ) -> tuple[list[Sequence], list[TextStream]]:
+        """What the engine is asked for, and what turns its tokens into text."""
+        if not prompts:
+            raise UserError("there are no prompts; give at least one")
+        sampling = Sampling(**(vars(self.defaults) | settings.sampling))
+        eos_ids = self.eos_ids if settings.eos_ids is None else settings.eos_ids
+        sequences, texts = [], []
+        for prompt, seed in zip(prompts, seeds_for(settings.seed, len(prompts)), strict=True):
+            tokens = self.encoder.encode(prompt, settings.raw, self.target.config.vocab_size)
+            room = room_for(self.engine.max_length, len(tokens), settings.max_new_tokens)
+            text = TextStream(self.tokenizer, settings.stop)
+            # Only a stop string makes the engine look at the text itself.
+            check = text.push_and_check if settings.stop else None
+            sequence = Sequence(tokens, room, sampling, seed, eos_ids, settings.method, check)
+            sequences.append(sequence)
+            texts.append(text)
+        return sequences, texts
+
+    def _memory_explained(self, sequences: list[Sequence]) -> AbstractContextManager[None]:
+        longest = max(sequence.limit for sequence in sequences)
+        answers = "an answer" if len(sequences) == 1 else f"{len(sequences)} answers"
+        asked = f"{answers} of up to {longest} tokens, prompt included, on {self.target.device}"
+        return memory_explained(asked, _WAY_OUT)
+
+    def _result(self, sequence: Sequence, text: TextStream) -> Generation:
+        """What a sequence has said so far."""
+        options, method = self.engine.main_method(sequence)
+        text.catch_up(sequence.tokens, sequence.finished)
+        done = sequence.finished_at or time.perf_counter()
+        return Generation(
+            text=text.text,
+            token_ids=list(sequence.tokens),
+            finish_reason=sequence.finish_reason or "running",
+            seed=sequence.seed,
+            prompt_tokens=len(sequence.prompt),
+            prefilled_tokens=len(sequence.prompt) - sequence.num_shared,
+            rounds=sequence.num_rounds,
+            tau=sequence.tau,
+            accepted_by_depth=sequence.accepted_by_depth,
+            depths=list(sequence.depths),
+            seconds=done - sequence.submitted_at,
+            prefill_seconds=(sequence.first_at or done) - sequence.submitted_at,
+            method=options.method,
+            tree_shape=list(method.tree_shape) if method.tree_shape else None,
+            max_nodes=getattr(method, "max_nodes", None) if options.method == "tree" else None,
+            num_copied=getattr(method, "num_lookup", 0) if options.method == "tree" else 0,
+            target=self.name,
+            draft=self.draft_name if method.drafts else None,
+            device=str(self.target.device),
+            dtype=str(self.target.dtype).removeprefix("torch."),
+        )
 
 
 class Stream:
@@ -162,9 +253,9 @@ class Stream:
     Closing it early, or leaving its `with` block, frees what it held; `result` then tells what came so far.
     """
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._pieces = _pieces(request)
+    def __init__(self, model: LongSpec, sequence: Sequence, text: TextStream) -> None:
+        self._model, self._sequence, self._text = model, sequence, text
+        self._pieces = _pieces(model, sequence, text)
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
@@ -185,20 +276,62 @@ class Stream:
     @property
     def result(self) -> Generation:
         """The answer so far, or whole once the stream is at its end."""
-        return self._request.results()[0]
+        return self._model._result(self._sequence, self._text)
 
 
-def _pieces(request: Request) -> Generator[str]:
+def _pieces(model: LongSpec, sequence: Sequence, text: TextStream) -> Generator[str]:
     """A stream's text. It knows nothing of the stream, so that one nobody holds any more is freed at once."""
+    inbox: SimpleQueue[Sequence] = SimpleQueue()
+    sequence.inbox = inbox
     given = 0
     try:
-        for _ in request.turns():
-            text = request.texts[0].text
-            if len(text) > given:
-                piece, given = text[given:], len(text)
+        with model._memory_explained([sequence]):
+            model.engine.submit([sequence])
+        done = False
+        while not done:
+            inbox.get()
+            done = sequence.finished
+            with model._memory_explained([sequence]):
+                if sequence.error is not None:
+                    raise sequence.error
+            text.catch_up(sequence.tokens, done)
+            if len(text.text) > given:
+                piece, given = text.text[given:], len(text.text)
                 yield piece
     finally:
-        request.close()
+        model.engine.stop(sequence)
+
+
+def make_engine(
+    target: Transformer,
+    draft: GlideDraft | None = None,
+    head: DraftHead | None = None,
+    acceptance: Mapping[str, Any] | None = None,
+    *,
+    max_length: int | None = None,
+    limit: int | None = None,
+    max_rows: int | None = None,
+    kv_memory: int | None = None,
+) -> Engine:
+    """An engine of the size that the device has room for; see `LongSpec.from_pretrained`."""
+    config, dtype, device = target.config, target.dtype, target.device
+    with torch.inference_mode():
+        fused = target.attention.can_fuse(target.embedding, config.head_dim)
+    page = page_size(dtype, config.head_dim, fused)
+    size = size_engine(
+        config, dtype, device, free_memory(device), page, max_length, max_rows, kv_memory, limit
+    )
+    with memory_explained(f"{size.num_tokens} tokens of KV on {device}", _SMALLER):
+        return Engine(
+            target,
+            draft,
+            head,
+            max_length=size.max_length,
+            max_rows=size.max_rows,
+            num_pages=size.num_pages,
+            page_size=size.page_size,
+            acceptance=acceptance,
+        )
 
 
 def name_of(what: str, given: Any) -> str:
@@ -226,7 +359,9 @@ def _load_model(
         return load_target(config, weights.tensor, device, dtype, advance)
 
 
-def prepare_draft(draft: GlideDraft, target: Transformer, draft_dtype: str = "auto") -> Drafting:
+def prepare_draft(
+    draft: GlideDraft, target: Transformer, draft_dtype: str = "auto"
+) -> tuple[GlideDraft, DraftHead]:
     """A draft ready to decode with, and the target's head as it uses it."""
     draft.requires_grad_(False).eval()
     int8 = wants_int8(draft_dtype, draft)
@@ -241,7 +376,7 @@ def prepare_draft(draft: GlideDraft, target: Transformer, draft_dtype: str = "au
 
 def _load_drafting(
     path: Path, target: Transformer, target_name: str, draft_dtype: str
-) -> tuple[Drafting, dict[str, Any]]:
+) -> tuple[tuple[GlideDraft, DraftHead], dict[str, Any]]:
     """The draft and its head, and what is known of its acceptance."""
     with memory_explained(f"the draft {path} beside {target_name} on {target.device}", _SMALLER):
         loaded = load_draft(path, target, target_name)

@@ -47,6 +47,19 @@ class TextStream:
         self.push(token)
         return self.stopped
 
+    def catch_up(self, tokens: Sequence[int], final: bool) -> None:
+        """Take what is new of all `tokens` so far, and the rest where they are `final`."""
+        if final and not self._tokens and not self._stop:
+            # All at once: token by token the tokenizer would take longer than a small model.
+            self._tokens = list(tokens)
+            self.text = self._decode(self._tokens)
+            self._context = self._settled = len(self._tokens)
+            return
+        for token in tokens[len(self._tokens) :]:
+            self.push(token)
+        if final:
+            self.finish()
+
     def finish(self) -> str:
         """The rest, when no more tokens come."""
         return "" if self.stopped else self._give(self._new_text(final=True), final=True)

@@ -2,39 +2,27 @@
 Then whole rounds are compiled ahead, as before a capture, which must launch nothing and change nothing; and
 some kernels for an older GPU.
 
-A program of its own, for the tests run the kernels in Triton's interpreter, which compiles nothing.
+A program of its own, because the tests run the kernels in Triton's interpreter, which compiles nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from longspec.attention import choose_backend, triton_backend
-from longspec.config import DraftConfig
-from longspec.data.writer import Writer
-from longspec.decoding.choose import Sampling
-from longspec.decoding.copied import DOUBT, FADE, LEAST, MOST
-from longspec.decoding.device import DeviceRounds, device_round
-from longspec.decoding.fill import Filler
-from longspec.decoding.guard import Resting
-from longspec.decoding.loop import start
-from longspec.decoding.methods.make import MethodOptions, make_method
-from longspec.decoding.row import Row
 from longspec.kernels import attention, launch, linear
 from longspec.kernels.attention import attend
 from longspec.kernels.choose import choose_tokens
 from longspec.kernels.commit import commit_path
-from longspec.kernels.copied import graft_copied
-from longspec.kernels.draw import draw_tokens
 from longspec.kernels.embed import embed, embed_level
 from longspec.kernels.linear import few_rows
+from longspec.kernels.lookup import graft_lookup
 from longspec.kernels.masked import Nodes, masked
 from longspec.kernels.noise import gumbel_noise
 from longspec.kernels.norm import Stream, add_rms_norm, rms_norm
@@ -42,17 +30,9 @@ from longspec.kernels.rope import rope_write
 from longspec.kernels.settle import settle_round
 from longspec.kernels.silu import silu_mul
 from longspec.kernels.topk import best_children
-from longspec.kernels.tree import claim_newest, prune, tree_sees
-from longspec.models.draft import DraftHead, GlideDraft
-from tests.decoding.scripted import tiny_target
+from longspec.kernels.tree import claim_newest, prune, segment_places, tree_sees
 
-SAMPLINGS = (Sampling(), Sampling(0.8, top_p=0.9))
-METHODS = (
-    MethodOptions("vanilla"),
-    MethodOptions("seq", gamma=2),
-    MethodOptions("tree", tree_shape=(4, 40), max_nodes=16, num_copied=6),
-    MethodOptions("magicdec", gamma=2, sinks=2, window=6),
-)
+PAGE = 128
 
 
 class Hopper:
@@ -91,7 +71,6 @@ def compile_only() -> Called:
     on."""
     driver.set_active(Hopper())
     vars(launch)["is_hopper"] = lambda device: True
-    triton_backend._reaches = lambda x: True
     names: Called = {False: [], True: [], None: []}
     run, compile_one = JITFunction.run, JITFunction._do_compile
 
@@ -107,31 +86,42 @@ def compile_only() -> Called:
     return names
 
 
-def numbers(*shape: int) -> torch.Tensor:
+def numbers(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
 
-def halves(*shape: int) -> torch.Tensor:
+def halves(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def some_tables(num_rows: int) -> Tensor:
+    """Tables of 8 pages, of larger ones."""
+    return torch.zeros(num_rows, 10, dtype=torch.int32)[:, :8]
 
 
 def call_models(T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024, E: int = 576) -> None:
     """What target and draft call for a tree of T nodes."""
-    q, k, lengths = halves(1, T, H, D), halves(1, K, S, D), numbers(1)
-    attend(q, k, k, lengths, torch.ones(1, T, T, dtype=torch.bool))
-    attend(q[:, :1].contiguous(), k, k, lengths)
-    attend(q, k, k, lengths, None, False, 4, 256)
-    attend(halves(1, T, 3 * H, D), halves(3, 1, K, S, D), halves(3, 1, K, S, D), lengths, None, False)
-    masked(q, k, k, torch.ones(1, T, S, dtype=torch.bool))
-    masked(q[:, :1, :1], k[:, :1], k[:, :1], torch.ones(1, 1, S, dtype=torch.bool))
+    q, k, lengths, tables = halves(1, T, H, D), halves(K, S, D), numbers(1), some_tables(1)
+    attend(q, k, k, lengths, tables, PAGE, torch.ones(1, T, T, dtype=torch.bool))
+    attend(q[:, :1].contiguous(), k, k, lengths, tables, PAGE)
+    attend(q, k, k, lengths, tables, PAGE, None, False, 4, 256)
+    layers = halves(5, K, S, D)[::2]
+    attend(halves(1, T, 3 * H, D), layers, layers, lengths, tables, PAGE, None, False)
     x, weight = halves(1, T, E), halves(E)
     rms_norm(x, weight, 1e-5)
     add_rms_norm(x, x, weight, 1e-5)
     qkv, table, places = halves(1, T, (H + 2 * K) * D), torch.zeros(2, S, D), numbers(1, T)
     rope_write(qkv, table, places, places, k, k)
-    rope_write(qkv, table, places, places, k, k, (halves(D), halves(D), 1e-6))
+    rope_write(qkv, table, places, places, k[None], k[None], (halves(D), halves(D), 1e-6))
     silu_mul(halves(1, T, 3072))
     call_products(T, E)
+
+
+def call_prefill(n: int = 4, T: int = 64, H: int = 9, K: int = 3, D: int = 64, S: int = 1024) -> None:
+    """What prefill in n segments of T tokens calls."""
+    q, k, tables, text = halves(n, T, H, D), halves(K, S, D), some_tables(n), numbers(n, S)
+    segment_places(numbers(n), numbers(n), numbers(n), tables, text, PAGE, T)
+    attend(q, k, k, numbers(n), tables, PAGE)
 
 
 def call_products(T: int, E: int = 576) -> None:
@@ -151,38 +141,71 @@ def call_products(T: int, E: int = 576) -> None:
     few_rows(Stream(halves(1, T, 4096)), halves(28672, 4096), gated=True)
 
 
+class Rows(NamedTuple):
+    """What choosing and settling want to know of rows."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    penalty: Tensor
+    seen: Tensor | None
+    lengths: Tensor
+    limits: Tensor
+    eos_ids: Tensor
+    running: Tensor
+    active: Tensor
+    num_unread: Tensor
+    report: Tensor
+    feature: Tensor
+    text: Tensor
+
+
+def some_rows(B: int, V: int, width: int, marked: bool) -> Rows:
+    flags, seen = torch.zeros(2, B, dtype=torch.bool), torch.zeros(B, V, dtype=torch.bool) if marked else None
+    return Rows(
+        *(torch.zeros(B), numbers(B), torch.zeros(B), torch.zeros(B), torch.zeros(B), seen),
+        *(numbers(B), numbers(B), numbers(B, 4), flags[0], flags[1], numbers(B)),
+        *(numbers(B, width + 1), halves(B, 576), numbers(B, 1024)),
+    )
+
+
+def call_choices(N: int, V: int, seeds: Tensor, nodes: Tensor) -> None:
+    """Greedy and sampled choices at N nodes, with and without a penalty."""
+    logits, positions = torch.zeros(N, V), numbers(N)
+    for marked in (False, True):
+        rows = some_rows(1, V, 6, marked)
+        choose_tokens(logits, rows, seeds, positions, True, 1, (nodes, nodes, 5))
+        settle_round(nodes, nodes, nodes, halves(1, N, 576), rows, 6)
+    choose_tokens(logits, rows, seeds, positions, True)
+    choose_tokens(logits, rows, seeds, positions, False)
+
+
 def call_rounds(N: int, V: int = 49152, window: int = 512) -> None:
     """What a round of N nodes calls around them."""
-    lengths, parents, logits = numbers(1), numbers(1, N), torch.zeros(N, V)
-    choose_tokens(logits, numbers(N), numbers(N))
-    seen = torch.zeros(N, V, dtype=torch.bool)
-    choose_tokens(logits, numbers(N), numbers(N), 0.7, 20, 0.9, 0.1, 1.1, seen)
+    lengths, parents, logits, tables = numbers(1), numbers(1, N), torch.zeros(N, V), some_tables(1)
+    call_choices(N, V, lengths, parents)
     tree = (numbers(1, 80), numbers(1, 80), torch.zeros(1, 80))
     best_children(logits[None], tree, range(0, N), 16)
-    best_children(logits[None], tree, range(5, 5 + N), 16, 0.7, torch.zeros(1, V), torch.arange(V))
-    gumbel_noise(numbers(N), numbers(N), torch.arange(V), 1, 5)
-    draw_tokens(logits, torch.zeros(N), numbers(N), numbers(N))
+    noise = gumbel_noise(numbers(1), numbers(1), torch.arange(V), torch.zeros(1), 1, 5)
+    best_children(logits[None], tree, range(5, 5 + N), 16, torch.zeros(1), noise[0], torch.arange(V))
     embed(parents, halves(V, 576))
     embed(parents, halves(V, 576), halves(1, 1, 576), halves(576))
-    tree_sees(parents, 5, lengths)
+    tree_sees(parents, 5, lengths, tables, PAGE)
     embed_level(parents, halves(V, 576), halves(1, 1, 576), halves(576), (lengths, 2, window + 1))
-    ring, nodes = (
-        halves(1, 3, window + N + 1, 64),
-        Nodes(numbers(1, window + N + 1), window, lengths, parents, 1, 2),
-    )
-    masked(halves(1, 8, 9, 64), ring, ring, nodes)
-    claim_newest(numbers(1, 6), lengths, lengths, numbers(1, window + N + 1), window, tree)
-    text = numbers(1, 1025)
-    claim_newest(numbers(1, 6), lengths, lengths, numbers(1, window + N + 1), window, tree, text)
-    graft_copied(tree, 68, text, numbers(1), lengths, (LEAST, MOST, DOUBT, FADE))
+    ring, held = halves(1, 3, window + N + 1, 64), numbers(1, window + N + 1)
+    masked(halves(1, 8, 9, 64), ring, ring, Nodes(held, window, lengths, parents, 1, 2))
+    masked(halves(1, 1, 1, 64), ring[:, :1], ring[:, :1], Nodes(held, window, lengths, parents, 0, 0))
+    text = numbers(1, 1024)
+    claim_newest(text, lengths, lengths, held, window, tree, 6)
+    graft_lookup(tree, 68, text, numbers(1), lengths, (2, 8, 2.3, 0.45))
+    graft_lookup(tree, 1, text, numbers(1), lengths, (2, 8, 2.3, 0.45))
     prune(parents, parents, torch.zeros(1, N), N // 2)
-    running, emitted, report = torch.zeros(1, dtype=torch.bool), numbers(1, 6), numbers(1, 7)
-    state = (running, emitted, numbers(1), report, halves(1, 576))
-    settle_round(parents, parents, parents, halves(1, N, 576), lengths, lengths, numbers(2), *state)
-    commit_path(halves(2, 1, 3, 64, 64), halves(2, 1, 3, 64, 64), lengths, numbers(1, 6), lengths)
+    pages = halves(2, 3, 1024, 64)
+    commit_path(pages, pages, lengths, tables, PAGE, numbers(1, 6), lengths)
 
 
-def check_ahead(work: Callable[[], object], held: list[torch.Tensor], names: Called) -> None:
+def check_ahead(work: Callable[[], object], held: list[Tensor], names: Called) -> None:
     """What `capture` does first: kernels are compiled, none is launched, and nothing that is held changes.
     What it does then needs no other kernel."""
     num_launched, num_asked = len(names[False]), len(names[True])
@@ -197,35 +220,18 @@ def check_ahead(work: Callable[[], object], held: list[torch.Tensor], names: Cal
     assert not names[None], names[None]
 
 
-@torch.inference_mode()
 def check_rounds_ahead(names: Called) -> None:
-    """Rounds of every method and those between them, a pass over a prompt, and a step that writes text."""
-    target = tiny_target(3, vocab_size=40, num_layers=3, hidden_size=64, head_dim=32).bfloat16()
-    target.attention = choose_backend("triton")
-    draft = GlideDraft(target.config, DraftConfig(window=8, cross_layers=(0, -1), use_feature=True))
-    draft.initialise(torch.Generator().manual_seed(2), std=0.3)
-    drafting = (draft.bfloat16(), DraftHead(target, None))
-    # What a kernel should have written is then the largest integer, which no table has an entry for.
-    torch.use_deterministic_algorithms(True)
-    cache = target.new_cache(2, 128)
-    for part in (cache.keys, cache.values):
-        part.zero_()
-    for sampling in SAMPLINGS:
-        for options in METHODS:
-            method, _ = make_method(options, sampling, drafting)
-            state = start(target, cache, [Row([1, 2, 3], 0, 9)] * 2, sampling)
-            cache.lengths.fill_(3)
-            rounds = DeviceRounds(state, method)
-            method.begin(rounds._state)
-            rounds._board.running.zero_()
-            held = [cache.keys, cache.values, cache.lengths, *vars(rounds._board).values()]
-            held += [rounds._state.emitted, rounds._state.num_emitted, rounds._state.feature]
-            for one in (method, Resting(method)):
-                check_ahead(partial(device_round, rounds._state, one, rounds._board), held, names)
-    filler = Filler(target, cache)
-    check_ahead(filler._take, [cache.keys, cache.values, cache.lengths, filler._feature], names)
-    writer = Writer(target, 4, 64, [0], fused=True)
-    check_ahead(writer._step, [writer._tokens, writer._active, writer._cache.lengths], names)
+    """Whole rounds, compiled ahead: to be filled in by the engine, with `check_ahead` for each method's round
+    and for a turn of prefill. Until then one short sequence of launches stands for them."""
+    tables, k = some_tables(2), halves(3, 1024, 64)
+    q, lengths, rows = halves(2, 3, 9, 64), numbers(2), some_rows(2, 300, 4, True)
+
+    def work() -> None:
+        _, positions, _ = tree_sees(numbers(2, 3), 2, lengths, tables, PAGE)
+        attend(q, k, k, lengths, tables, PAGE)
+        choose_tokens(torch.zeros(6, 300), rows, lengths, positions.flatten(), True)
+
+    check_ahead(work, [k, lengths, tables], names)
 
 
 def check_ampere() -> None:
@@ -244,8 +250,8 @@ def check_ampere() -> None:
         return kernel
 
     JITFunction.run = checked
-    k = halves(1, 3, 1024, 64)
-    attend(halves(1, 64, 9, 64), k, k, numbers(1), torch.ones(1, 64, 64, dtype=torch.bool))
+    k, sees = halves(3, 1024, 64), torch.ones(1, 64, 64, dtype=torch.bool)
+    attend(halves(1, 64, 9, 64), k, k, numbers(1), some_tables(1), PAGE, sees)
     for num_rows in (16, 32, 64):
         few_rows(Stream(halves(1, num_rows, 1536)), halves(576, 1536))
 
@@ -253,6 +259,7 @@ def check_ampere() -> None:
 if __name__ == "__main__":
     names = compile_only()
     call_models(16)
+    call_prefill()
     call_products(64)
     call_rounds(16)
     check_rounds_ahead(names)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
 
-from longspec.data.writer import draw
 from longspec.decoding.choose import Sampling, choose, gumbel
 from longspec.kernels.choose import choose_tokens
-from longspec.kernels.draw import draw_tokens
 from longspec.kernels.noise import gumbel_noise
 from longspec.kernels.topk import best_children
+from tests.kernels.paged import DEVICE
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SETTINGS = [
     Sampling(),
     Sampling(repetition_penalty=1.3),
@@ -28,57 +28,130 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_tokens_are_those_of_choose(sampling: Sampling) -> None:
-    many = 2000 if DEVICE.type == "cuda" else 8
-    generator = torch.Generator().manual_seed(1)
-    for size, spread, num_rows in ((40, 1.0, many // 4), (1500, 4.0, 3), (4999, 0.1, many)):
-        logits = spread * torch.randn(num_rows, size, generator=generator)
-        logits[:, 3] = logits[:, 1]  # a tie, at times for the best
-        seeds = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator)
-        positions = torch.randint(300_000, (num_rows,), generator=generator)
-        seen = torch.rand(num_rows, size, generator=generator) < 0.3
-        expected = choose(logits, sampling, seeds, positions, seen)
+class Rows(NamedTuple):
+    """Settings of rows, on the device."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    penalty: Tensor
+    seen: Tensor | None
+
+
+def rows_of(settings: list[Sampling], seen: Tensor | None) -> Rows:
+    """The first rows of larger tensors."""
+
+    def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        values = [getattr(sampling, name) for sampling in settings]
+        return torch.tensor([*values, 7], dtype=dtype, device=DEVICE)[:-1]
+
+    if seen is not None:
+        wider = torch.ones(seen.shape[0], seen.shape[1] + 5, dtype=torch.bool, device=DEVICE)
+        wider[:, :-5] = seen.to(DEVICE)
+        seen = wider[:, :-5]
+    top_k = column("top_k", torch.int64)
+    columns = (column("temperature"), top_k, column("top_p"), column("min_p"), column("repetition_penalty"))
+    return Rows(*columns, seen)
+
+
+def random_rows(B: int, N: int, V: int, spread: float, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits [B * N, V], seeds [B], positions [B * N] and seen [B, V]."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(B * N, V, generator=generator)
+    logits[:, 3] = logits[:, 1]  # a tie, at times for the best
+    seeds = torch.randint(-(2**63), 2**63 - 1, (B,), generator=generator)
+    positions = torch.randint(300_000, (B * N,), generator=generator)
+    return logits, seeds, positions, torch.rand(B, V, generator=generator) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("V", "spread", "N", "rows"),
+    [(40, 1.0, 2, None), (1500, 4.0, 3, None), (4999, 0.1, 1, None), (4999, 0.1, 8, 2)],
+)
+def test_rows_of_all_settings_choose_together(V: int, spread: float, N: int, rows: int | None) -> None:
+    """Each row as `choose` does for it alone: with the penalty, and without any marks."""
+    N = 200 * N if DEVICE.type == "cuda" else N
+    for marked in (True, False):
+        settings = [s for s in SETTINGS if marked or s.repetition_penalty == 1][-(rows or 99) :]
+        B = len(settings)
+        logits, seeds, positions, seen = random_rows(B, N, V, spread, V + N)
+        expected = [
+            choose(
+                logits[b * N : (b + 1) * N],
+                sampling,
+                seeds[b].expand(N),
+                positions[b * N : (b + 1) * N] + 2,
+                seen[b].expand(N, V),
+            )
+            for b, sampling in enumerate(settings)
+        ]
+        given = rows_of(settings, seen if marked else None)
         found = choose_tokens(
-            logits.to(DEVICE),
-            seeds.to(DEVICE),
-            positions.to(DEVICE),
-            sampling.temperature,
-            int(sampling.top_k),
-            sampling.top_p,
-            sampling.min_p,
-            sampling.repetition_penalty,
-            seen.to(DEVICE),
+            logits.to(DEVICE), given, seeds.to(DEVICE), positions.to(DEVICE), True, ahead=2
+        ).cpu()
+        assert torch.equal(found, torch.cat(expected)), (found != torch.cat(expected)).view(B, N).sum(1)
+
+
+def test_greedy_rows_read_no_settings() -> None:
+    logits, seeds, positions, _ = random_rows(3, 2, 2100, 1.0, 0)
+    given = rows_of([Sampling(1.0, top_p=0.1, repetition_penalty=3.0)] * 3, None)
+    found = choose_tokens(logits.to(DEVICE), given, seeds.to(DEVICE), positions.to(DEVICE), False)
+    assert torch.equal(found.cpu(), logits.argmax(-1))
+
+
+def test_the_penalty_knows_a_nodes_ancestors() -> None:
+    settings = [
+        Sampling(repetition_penalty=4.0),
+        Sampling(0.9, top_p=0.9, top_k=9, repetition_penalty=1.7),
+        Sampling(1.0),
+    ]
+    B, N, V = 3, 6, 12
+    parents = torch.tensor([[0, 0, 0, 1, 1, 3], [0, 0, 1, 2, 3, 4], [0, 0, 0, 0, 0, 0]])
+    tokens = torch.randint(V, (B, N), generator=torch.Generator().manual_seed(3))
+    differs = 0
+    for seed in range(3):
+        logits, seeds, positions, seen = random_rows(B, N, V, 1.0, seed)
+        occurred = seen[:, None].repeat(1, N, 1)
+        for b in range(B):
+            for node in range(N):
+                here = node
+                for _ in range(N):
+                    occurred[b, node, tokens[b, here]] = True
+                    here = int(parents[b, here])
+        expected, alone = (
+            torch.cat(
+                [
+                    choose(logits.view(B, N, V)[b], s, seeds[b].expand(N), positions.view(B, N)[b], marks[b])
+                    for b, s in enumerate(settings)
+                ]
+            )
+            for marks in (occurred, seen[:, None].expand(B, N, V))
         )
-        assert torch.equal(found.cpu(), expected), (found.cpu() != expected).sum()
-
-
-def test_one_seed_may_be_expanded_over_all_nodes_of_a_row() -> None:
-    """As `flatten` leaves it at batch 1: a view without any stride, which reads past its one number."""
-    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
-    seeds, positions = torch.tensor([[7]]).expand(1, 6).flatten(), torch.arange(6)
-    assert seeds.stride() == (0,)
-    expected = choose(logits, Sampling(1.0), seeds, positions)
-    given = torch.tensor([7]).to(DEVICE).expand(6)
-    found = choose_tokens(logits.to(DEVICE), given, positions.to(DEVICE), 1.0)
-    assert torch.equal(found.cpu(), expected)
-    noise = gumbel_noise(given, positions.to(DEVICE), torch.arange(40).to(DEVICE))
-    torch.testing.assert_close(noise[0].cpu(), gumbel(seeds, positions, torch.arange(40)).float())
+        differs += int((expected != alone).sum())
+        path = (tokens.to(DEVICE), parents.to(DEVICE), 5)
+        given = (rows_of(settings, seen), seeds.to(DEVICE), positions.to(DEVICE), True)
+        assert torch.equal(choose_tokens(logits.to(DEVICE), *given, path=path).cpu(), expected)
+    assert differs, "the ancestors make a difference"
 
 
 @pytest.mark.parametrize("nonsense", [float("nan"), float("inf"), -float("inf")])
 def test_nonsense_gives_some_token(nonsense: float) -> None:
     logits = torch.full((2, 3000), nonsense, device=DEVICE)
     seeds = positions = torch.arange(2, device=DEVICE)
-    tokens = choose_tokens(logits, seeds, positions, 1.0, top_p=0.9)
+    given = rows_of([Sampling(1.0, top_p=0.9), Sampling(0.7, top_k=5)], None)
+    tokens = choose_tokens(logits, given, seeds, positions, True)
     assert ((tokens >= 0) & (tokens < 3000)).all()
 
 
 def test_noise_is_that_of_choose() -> None:
-    seeds, positions, tokens = torch.tensor([5, -(2**62)]), torch.tensor([0, 262143]), torch.arange(5000)
-    noise = gumbel_noise(seeds.to(DEVICE), positions.to(DEVICE), tokens.to(DEVICE), 2, 3)
+    seeds, positions = torch.tensor([5, -(2**62), 9]), torch.tensor([0, 262143, 3])
+    tokens, temperature = torch.arange(5000), torch.tensor([0.5, 1.0, 0.0])
+    rows = (seeds.to(DEVICE), positions.to(DEVICE))
+    noise = gumbel_noise(*rows, tokens.to(DEVICE), temperature.to(DEVICE), 2, 3)
     for further, part in enumerate(noise.cpu()):
         exact = gumbel(seeds, positions + 2 + further, tokens).float()
+        exact[2] = 0
         torch.testing.assert_close(part, exact, atol=0, rtol=2e-7)
 
 
@@ -101,10 +174,11 @@ def test_children_are_the_best_of_the_level(n: int, size: int, width: int, sampl
     logits = 3 * torch.randn(2, n, size, generator=generator)
     logits[0, 0, 1] = -torch.inf
     scores, noise = (torch.randn(2, m, generator=generator) for m in (n, size))
-    temperature = 0.7 if sampled else 1.0
-    exact = logits.double() / temperature + (noise[:, None] if sampled else 0)
+    exact = logits.double()
+    if sampled:  # the first row; the second is greedy
+        exact[0] = exact[0] / 0.7 + noise[0]
     exact = scores[:, :, None].double() + exact.log_softmax(-1)
-    given = (temperature, noise.to(DEVICE)) if sampled else ()
+    given = (torch.tensor([0.7, 0.0], device=DEVICE), noise.to(DEVICE)) if sampled else ()
     width = min(width, n * size)
     tokens, parents, best = grown(logits, scores, width, *given)
     # what torch would keep: the best of each node, then the best of those
@@ -122,14 +196,3 @@ def test_a_draft_that_computes_nan_still_gives_a_level() -> None:
     assert (best == -torch.inf).all()
     assert ((tokens >= 0) & (tokens < 300)).all()
     assert ((parents >= 0) & (parents < 2)).all()
-
-
-@pytest.mark.parametrize(("B", "V"), [(40, 49152), (120, 97)])
-def test_draws_are_those_of_the_writer(B: int, V: int) -> None:
-    generator = torch.Generator().manual_seed(V)
-    logits = (3 * torch.randn(B, V, generator=generator)).to(DEVICE)
-    logits[:, V // 2 :] = -torch.inf  # parts without any weight
-    temperatures = torch.tensor([0, 0.7, 1, 1e-3], device=DEVICE).repeat(B)[:B]
-    seeds, positions = (torch.randint(2**62, (B,), generator=generator).to(DEVICE) for _ in range(2))
-    tokens = draw_tokens(logits, temperatures, seeds, positions)
-    assert torch.equal(tokens, draw(logits, temperatures, seeds, positions))

@@ -6,18 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longspec.cache import KVCache
 from longspec.config import RopeConfig
 from longspec.kernels.commit import commit_path
 from longspec.kernels.norm import add_rms_norm, rms_norm
 from longspec.kernels.rope import rope_write
 from longspec.kernels.silu import silu_mul
 from longspec.models.rope import RopeTable, rotate
+from tests.kernels.paged import DEVICE, DTYPES, places, random_tables
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-# Triton's interpreter, which runs without a GPU, is silently wrong for bf16.
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -47,8 +43,10 @@ def test_silu_mul(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("H", "K", "D"), [(9, 3, 64), (4, 4, 96), (14, 2, 128)])
-@pytest.mark.parametrize("normed", [False, True])
-def test_rope_writes_into_the_cache(dtype: torch.dtype, H: int, K: int, D: int, normed: bool) -> None:
+@pytest.mark.parametrize(("normed", "paged"), [(False, False), (True, True)])
+def test_rope_writes_into_ring_and_pages(
+    dtype: torch.dtype, H: int, K: int, D: int, normed: bool, paged: bool
+) -> None:
     torch.manual_seed(D)
     B, T, S = 2, 5, 40
     rope = RopeTable(RopeConfig(), D).to(DEVICE)
@@ -56,8 +54,10 @@ def test_rope_writes_into_the_cache(dtype: torch.dtype, H: int, K: int, D: int, 
     qkv = torch.randn(B, T, (H + 2 * K) * D, device=DEVICE).to(dtype)
     positions, entries = (torch.randint(60, (B, T), device=DEVICE), torch.randperm(S)[: B * T].view(B, T))
     entries = entries.to(DEVICE)
-    # a layer of a larger cache
-    keys, values = (torch.zeros(3, B, K, S, D, device=DEVICE, dtype=dtype)[1] for _ in range(2))
+    # One layer of pages that all rows share, or the first rows of a larger ring.
+    shape = (3, K, S, D) if paged else (B + 1, K, S, D)
+    keys, values = (torch.zeros(shape, device=DEVICE, dtype=dtype) for _ in range(2))
+    keys, values = (part[1] if paged else part[:B] for part in (keys, values))
     weights = [torch.randn(D, device=DEVICE).to(dtype) for _ in range(2)]
     norm = (weights[0], weights[1], 1e-6) if normed else None
     q = rope_write(qkv, rope.table, positions, entries, keys, values, norm)
@@ -69,27 +69,37 @@ def test_rope_writes_into_the_cache(dtype: torch.dtype, H: int, K: int, D: int, 
     cos, sin = (table.double() for table in rope(positions))
     close(q, rotate(true_q, cos, sin), dtype)
     rows = torch.arange(B, device=DEVICE)[:, None]
-    close(keys[rows, :, entries], rotate(true_k, cos, sin), dtype)
-    close(values[rows, :, entries], true_v, dtype)
-    assert int((keys.abs().sum((1, 3)) > 0).sum()) == B * T, "nothing else was written"
+    written = [part.transpose(0, 1)[entries] if paged else part[rows, :, entries] for part in (keys, values)]
+    close(written[0], rotate(true_k, cos, sin), dtype)
+    close(written[1], true_v, dtype)
+    assert int((keys.abs().sum((-3, -1)) > 0).sum()) == B * T, "nothing else was written"
 
 
 @pytest.mark.parametrize("P", [1, 3, 17])
 def test_commit_moves_the_path(P: int) -> None:
-    torch.manual_seed(P)
-    L, B, K, S, D = 3, 4, 2, 90, 48
-    cache, expected = (
-        KVCache(torch.empty(0), torch.empty(0), torch.tensor([0, 50, 7, 20], device=DEVICE)) for _ in range(2)
-    )
-    cache.keys, cache.values = (torch.randn(L, B, K, S, D, device=DEVICE) for _ in range(2))
-    expected.keys, expected.values = cache.keys.clone(), cache.values.clone()
-    # overlapping: a node's place is where another one comes from
-    path = torch.stack([torch.randperm(2 * P)[:P].sort().values for _ in range(B)]).to(DEVICE)
+    generator = torch.Generator().manual_seed(P)
+    L, B, K, D, page = 3, 4, 2, 48, 16
+    lengths = [0, 15, 7, 30]
+    tables, num_pages = random_tables([length + 2 * P for length in lengths], page, generator)
+    keys, values = torch.randn(2, L, K, num_pages * page, D, generator=generator).to(DEVICE).unbind(0)
+    before = keys.clone(), values.clone()
+    # Overlapping: one node's goal is where another comes from, often in another page.
+    path = torch.stack([torch.randperm(2 * P, generator=generator)[:P].sort().values for _ in range(B)])
     path[:, 0] = 0
-    num_kept = torch.tensor([P, max(1, P - 1), 1, 0], device=DEVICE)
-    expected.commit(path, num_kept)
-    commit_path(cache.keys, cache.values, cache.lengths, path, num_kept)
-    cache.advance(num_kept)
-    for row, length in enumerate(expected.lengths.tolist()):
-        for one, other in ((cache.keys, expected.keys), (cache.values, expected.values)):
-            assert torch.equal(one[:, row, :, :length], other[:, row, :, :length])
+    kept = [P, max(1, P - 1), 1, 0]
+    commit_path(
+        keys,
+        values,
+        torch.tensor(lengths, device=DEVICE),
+        tables,
+        page,
+        path.to(DEVICE),
+        torch.tensor(kept, device=DEVICE),
+    )
+    for part, old in zip((keys, values), before, strict=True):
+        expected = old.clone()
+        for row, (length, num) in enumerate(zip(lengths, kept, strict=True)):
+            at = places(tables, row, length + 2 * P, page)
+            goals, sources = at[length : length + num], at[length + path[row, :num].to(DEVICE)]
+            expected[:, :, goals] = old[:, :, sources]
+        assert torch.equal(part, expected)

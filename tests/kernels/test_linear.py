@@ -10,7 +10,8 @@ from torch import Tensor
 from longspec.kernels.embed import embed
 from longspec.kernels.linear import few_rows, folds
 from longspec.kernels.norm import Stream
-from tests.kernels.test_fused import DEVICE, DTYPES, TOLERANCE
+from tests.kernels.paged import DEVICE, DTYPES
+from tests.kernels.test_fused import TOLERANCE
 
 # R, I and O: rows, numbers in and out, one row and several, none of them a whole number of tiles; deep ones
 # that the hardware can copy in whole tiles, and one that it cannot.

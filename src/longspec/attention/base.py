@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Protocol
@@ -15,24 +16,39 @@ from longspec.errors import UserError
 BACKENDS = ("torch", "triton", "reference")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """What one forward pass asks of attention; made once, used by every layer."""
 
     lengths: Tensor
     """Entries of each row's prefix, int64 [B]."""
+    tables: Tensor
+    """The pages of each row, int32 [B, M]; see `Pages`."""
+    page_size: int
     num_new: int
     """T, the queries per row; their keys stand right behind the prefix."""
-    tree: Tensor | None
+    tree: Tensor | None = None
     """Which new tokens each new token sees, bool [T, T] or [B, T, T]; None for a causal chain."""
     sinks: int = 0
     window: int | None = None
     """With a window, of the prefix only its first `sinks` entries and its last `window` ones are seen."""
+    known: tuple[Sequence[int], Sequence[Sequence[int]]] | None = None
+    """Lengths and tables again, where the host knows them: reading them from a GPU would wait for it."""
+    masks: dict[int, Tensor] = field(default_factory=dict)
+    """What a backend made for a row at the first layer, for the others."""
 
     @cached_property
-    def host_lengths(self) -> tuple[int, ...]:
-        """`lengths` again, for backends whose shapes follow them; waits for the device, once."""
-        return tuple(self.lengths.tolist())
+    def host_lengths(self) -> Sequence[int]:
+        """`lengths` again, for backends whose shapes follow them."""
+        return self.known[0] if self.known else self.lengths.tolist()
+
+    @cached_property
+    def _host_tables(self) -> Sequence[Sequence[int]]:
+        if self.known:
+            return self.known[1]
+        used = -(-(max(self.host_lengths) + self.num_new) // self.page_size)
+        found: list[list[int]] = self.tables[:, :used].tolist()
+        return found
 
     def ranges(self, row: int) -> list[tuple[int, int]]:
         """The parts of a row's prefix that are seen, none of them empty."""
@@ -42,27 +58,33 @@ class AttentionPlan:
         parts = ((0, self.sinks), (length - self.window, length))
         return [(start, end) for start, end in parts if start < end]
 
+    def entries(self, x: Tensor, row: int, start: int, end: int) -> Tensor:
+        """A row's entries from `start` to before `end` of keys or values x [K, S, D]: a slice where the
+        pages follow each other, else a copy."""
+        size, table = self.page_size, self._host_tables[row]
+        parts: list[list[int]] = []
+        for index in range(start // size, -(-end // size)):
+            first = table[index] * size
+            begin = first + max(start - index * size, 0)
+            stop = first + min(end - index * size, size)
+            if parts and parts[-1][1] == begin:
+                parts[-1][1] = stop
+            else:
+                parts.append([begin, stop])
+        if len(parts) == 1:
+            return x[:, parts[0][0] : parts[0][1]]
+        return torch.cat([x[:, begin:stop] for begin, stop in parts], 1)
+
 
 class Attention(Protocol):
-    """A backend. Queries are [B, T, H, D], a layer's cache is [B, K, S, D].
+    """A backend. Queries are [B, T, H, D]; a layer's keys and values are [K, S, D], all pages end to end.
 
     Results are `out` [B, T, H, D] in the queries' type and `lse` [B, T, H] in fp32, the log of the sum of
     the exponentiated scores, so that results over disjoint keys can be merged exactly.
     """
 
-    def fuses(self, x: Tensor) -> bool:
-        """Whether the small work around attention on x is for our own kernels as well."""
-        ...
-
-    def plan(
-        self,
-        lengths: Tensor,
-        num_new: int,
-        tree: Tensor | None = None,
-        sinks: int = 0,
-        window: int | None = None,
-    ) -> AttentionPlan:
-        """Prepare for one forward pass."""
+    def can_fuse(self, x: Tensor, head_dim: int) -> bool:
+        """Whether our own kernels can do all of a round on tensors like x with heads of this size."""
         ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
@@ -70,11 +92,20 @@ class Attention(Protocol):
         ...
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """Each query sees the prefix and nothing else; an empty prefix gives 0 and lse -inf."""
+        """Each query sees the prefix and nothing else; an empty prefix gives 0 and lse -inf.
+
+        k and v may be those of several layers, [C, K, S, D]: of the H heads the first H / C then attend to
+        the first layer, and so on.
+        """
         ...
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
-        """Each query sees the keys that `sees`, bool [B, T, S], allows it: one at least."""
+        """Each query sees of its row's keys [B, K, S, D] those that `sees`, bool [B, T, S], allows it: one
+        at least."""
+        ...
+
+    def filled(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Each query sees the first `counts` [B] of its row's keys [B, K, S, D], one at least."""
         ...
 
 
@@ -93,6 +124,17 @@ def merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tenso
     weight_two = torch.exp(lse_two - base).unsqueeze(-1)
     out = out_one.float() * weight_one + out_two.float() * weight_two
     return out.to(out_one.dtype), lse
+
+
+def by_layer(
+    backend: Attention, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan
+) -> tuple[Tensor, Tensor]:
+    """`Attention.prefix` of several layers, one after the other."""
+    parts = [
+        backend.prefix(heads, *layer, plan)
+        for heads, layer in zip(q.chunk(len(k), 2), zip(k, v, strict=True), strict=True)
+    ]
+    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
 
 
 def choose_backend(name: str = "auto") -> Attention:

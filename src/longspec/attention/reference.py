@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longspec.attention.base import AttentionPlan
+from longspec.attention.base import AttentionPlan, by_layer
 
 
 class ReferenceAttention:
@@ -14,35 +14,39 @@ class ReferenceAttention:
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self._dtype = dtype
 
-    def fuses(self, x: Tensor) -> bool:
-        """See `Attention.fuses`."""
+    def can_fuse(self, x: Tensor, head_dim: int) -> bool:
+        """See `Attention.can_fuse`."""
         return False
-
-    def plan(
-        self,
-        lengths: Tensor,
-        num_new: int,
-        tree: Tensor | None = None,
-        sinks: int = 0,
-        window: int | None = None,
-    ) -> AttentionPlan:
-        """See `Attention.plan`."""
-        return AttentionPlan(lengths, num_new, tree, sinks, window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """See `Attention.attend`."""
-        T, S = plan.num_new, k.shape[2]
+        T, end = plan.num_new, max(plan.host_lengths) + plan.num_new
         tree = plan.tree
         if tree is None:
             tree = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
-        sees = self._prefix_mask(T, S, plan)
+        sees = self._prefix_mask(T, end, plan)
         for row, length in enumerate(plan.host_lengths):
             sees[row, :, length : length + T] = tree if tree.ndim == 2 else tree[row]
-        return self.masked(q, k, v, sees)
+        return self.masked(q, self._rows(k, end, plan), self._rows(v, end, plan), sees)
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """See `Attention.prefix`."""
-        return self.masked(q, k, v, self._prefix_mask(q.shape[1], k.shape[2], plan))
+        if k.ndim == 4:
+            return by_layer(self, q, k, v, plan)
+        end = max(plan.host_lengths)
+        sees = self._prefix_mask(q.shape[1], end, plan)
+        return self.masked(q, self._rows(k, end, plan), self._rows(v, end, plan), sees)
+
+    def filled(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Attention.filled`."""
+        sees = torch.arange(k.shape[2], device=q.device) < counts[:, None]
+        return self.masked(q, k, v, sees[:, None].expand(-1, q.shape[1], -1))
+
+    def _rows(self, x: Tensor, end: int, plan: AttentionPlan) -> Tensor:
+        """Every row's first `end` entries, [B, K, end, D]; what lies behind its pages is arbitrary."""
+        entries = torch.arange(end, device=x.device)
+        pages = plan.tables[:, entries // plan.page_size].long()
+        return x[:, pages * plan.page_size + entries % plan.page_size].transpose(0, 1)
 
     def _prefix_mask(self, num_queries: int, num_keys: int, plan: AttentionPlan) -> Tensor:
         """bool [B, T, S]"""

@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
-from longspec.attention.base import AttentionPlan, merge
+from longspec.attention.base import AttentionPlan, by_layer, merge
 
 # Chains up to here are masked like trees: one call for all heads, where a causal one takes one per head.
 _SHORT = 64
 # Up to so many entries one mask covers prefix and new tokens; beyond, reading it costs more than a merge.
 _LARGEST_BIAS = 2**18
-
-
-@dataclass(frozen=True)
-class _Plan(AttentionPlan):
-    """With the masks that its layers share."""
-
-    biases: dict[int, Tensor] = field(default_factory=dict)
-
-    def whole_bias(self, row: int, q: Tensor, groups: int) -> Tensor | None:
-        """What is added to a row's scores [T * G, S] over its whole prefix and the new tokens.
-
-        None where two calls are better: on a GPU, over a long prefix, or over parts of it.
-        """
-        length, T = self.host_lengths[row], self.num_new
-        if self.tree is None or q.device.type != "cpu" or self.ranges(row) != [(0, length)]:
-            return None
-        if T * groups * (length + T) > _LARGEST_BIAS:
-            return None
-        if row not in self.biases:
-            tree = self.tree if self.tree.ndim == 2 else self.tree[row]
-            bias = q.new_zeros(T, length + T)
-            bias[:, length:].masked_fill_(~tree, -torch.inf)
-            self.biases[row] = bias.repeat_interleave(groups, 0)
-        return self.biases[row]
 
 
 class TorchAttention:
@@ -47,54 +21,47 @@ class TorchAttention:
     result cannot depend on its neighbours.
     """
 
-    def fuses(self, x: Tensor) -> bool:
-        """See `Attention.fuses`."""
+    def can_fuse(self, x: Tensor, head_dim: int) -> bool:
+        """See `Attention.can_fuse`."""
         return False
 
-    def plan(
-        self,
-        lengths: Tensor,
-        num_new: int,
-        tree: Tensor | None = None,
-        sinks: int = 0,
-        window: int | None = None,
-    ) -> AttentionPlan:
-        """See `Attention.plan`. Attention will read the lengths on the host, once per forward pass."""
-        if tree is None and 1 < num_new <= _SHORT:
-            tree = torch.ones(num_new, num_new, dtype=torch.bool, device=lengths.device).tril()
-        return _Plan(lengths, num_new, tree, sinks, window)
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """See `Attention.attend`."""
-        rows = []
-        for row, length in enumerate(plan.host_lengths):
-            query, end = q[row], length + plan.num_new
-            ranges = plan.ranges(row)
-            bias = plan.whole_bias(row, q, q.shape[2] // k.shape[1]) if isinstance(plan, _Plan) else None
-            if bias is not None:
-                rows.append(_biased(query, k[row, :, :end], v[row, :, :end], bias))
-                continue
-            if plan.num_new == 1:
-                # The one new token is like one more of the prefix: a part that ends there takes it along.
-                start = ranges.pop()[0] if ranges else length
-                result = _unmasked(query, k[row, :, start:end], v[row, :, start:end])
-            elif plan.tree is None:
-                result = _causal(query, k[row, :, length:end], v[row, :, length:end])
-            else:
-                tree = plan.tree if plan.tree.ndim == 2 else plan.tree[row]
-                result = _masked(query, k[row, :, length:end], v[row, :, length:end], tree)
-            for start, stop in ranges:
-                result = merge(_unmasked(query, k[row, :, start:stop], v[row, :, start:stop]), result)
-            rows.append(result)
-        return _stack(rows)
+        """See `Attention.attend`. Reads the lengths on the host, once per forward pass."""
+        return _stack([self._attend_row(q[row], k, v, plan, row) for row in range(q.shape[0])])
+
+    def _attend_row(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, row: int
+    ) -> tuple[Tensor, Tensor]:
+        length, ranges = plan.host_lengths[row], plan.ranges(row)
+        end = length + plan.num_new
+
+        def pair(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            return plan.entries(k, row, start, stop), plan.entries(v, row, start, stop)
+
+        if plan.num_new == 1:
+            # The one new token is like one more of the prefix: a part that ends there takes it along.
+            result = _unmasked(q, *pair(ranges.pop()[0] if ranges else length, end))
+        elif plan.tree is None and plan.num_new > _SHORT:
+            result = _causal(q, *pair(length, end))
+        else:
+            groups = q.shape[1] // k.shape[0]
+            if ranges == [(0, length)] and _fits_one_mask(q, plan.num_new * groups * end):
+                return _biased(q, *pair(0, end), _whole_bias(plan, row, q, groups))
+            result = _masked(q, *pair(length, end), _tree_of(plan, row))
+        for start, stop in ranges:
+            result = merge(_unmasked(q, *pair(start, stop)), result)
+        return result
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """See `Attention.prefix`."""
+        if k.ndim == 4:
+            return by_layer(self, q, k, v, plan)
         rows = []
-        for row in range(len(plan.host_lengths)):
+        for row in range(q.shape[0]):
             result = None
             for start, stop in plan.ranges(row):
-                part = _unmasked(q[row], k[row, :, start:stop], v[row, :, start:stop])
+                keys, values = plan.entries(k, row, start, stop), plan.entries(v, row, start, stop)
+                part = _unmasked(q[row], keys, values)
                 result = merge(part, result) if result else part
             if result is None:
                 nothing = q.new_full(q.shape[1:3], -torch.inf, dtype=torch.float32)
@@ -106,6 +73,33 @@ class TorchAttention:
         """See `Attention.masked`."""
         return _stack([_masked(q[row], k[row], v[row], sees[row]) for row in range(q.shape[0])])
 
+    def filled(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Attention.filled`."""
+        ends = counts.tolist()
+        return _stack([_unmasked(q[row], k[row, :, :end], v[row, :, :end]) for row, end in enumerate(ends)])
+
+
+def _fits_one_mask(q: Tensor, size: int) -> bool:
+    """Whether one mask covers prefix and new tokens. On a GPU, or over a long prefix, two calls are better."""
+    return q.device.type == "cpu" and size <= _LARGEST_BIAS
+
+
+def _whole_bias(plan: AttentionPlan, row: int, q: Tensor, groups: int) -> Tensor:
+    """What is added to a row's scores [T * G, S] over its whole prefix and the new tokens."""
+    if row not in plan.masks:
+        length = plan.host_lengths[row]
+        bias = q.new_zeros(plan.num_new, length + plan.num_new)
+        bias[:, length:].masked_fill_(~_tree_of(plan, row), -torch.inf)
+        plan.masks[row] = bias.repeat_interleave(groups, 0)
+    return plan.masks[row]
+
+
+def _tree_of(plan: AttentionPlan, row: int) -> Tensor:
+    """Which new tokens each new token of a row sees, bool [T, T]."""
+    if plan.tree is None:
+        return torch.ones(plan.num_new, plan.num_new, dtype=torch.bool, device=plan.lengths.device).tril()
+    return plan.tree if plan.tree.ndim == 2 else plan.tree[row]
+
 
 def _stack(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if len(rows) == 1:
@@ -116,6 +110,8 @@ def _stack(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _unmasked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Queries [T, H, D] over keys [K, S, D], every query seeing every key."""
+    if len(q) > _SHORT and _has_cudnn(q):
+        return _cudnn(q, k, v, causal=False)
     out, lse = _flash(_fold(q, k.shape[0]), k, v)
     return _unfold(out, q.shape), _unfold(lse, q.shape[:2])
 
@@ -134,13 +130,28 @@ def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tens
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Query t sees keys 0..t. One call per query head of a group: folded rows would not be causal."""
+    """Query t sees keys 0..t."""
+    if _has_cudnn(q):
+        return _cudnn(q, k, v, causal=True)
+    # One call per query head of a group: folded rows would not be causal.
     T, H, D = q.shape
     by_group = q.view(T, k.shape[0], -1, D).permute(2, 1, 0, 3)
     parts = [_flash(heads, k, v, causal=True) for heads in by_group]
     out = torch.stack([out for out, _ in parts], 1)
     lse = torch.stack([lse for _, lse in parts], 1)
     return out.permute(2, 0, 1, 3).reshape(T, H, D), lse.permute(2, 0, 1).reshape(T, H)
+
+
+def _has_cudnn(q: Tensor) -> bool:
+    """Whether cuDNN's attention takes these queries: on an H200 it is nearly twice as fast as flash."""
+    return q.is_cuda and q.dtype != torch.float32 and q.shape[2] % 8 == 0 and q.shape[2] <= 128
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Queries [T, H, D] over keys [K, S, D], grouped heads as they are."""
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse = kernel(q.transpose(0, 1)[None], k[None], v[None], None, True, 0.0, causal, False)[:2]
+    return out[0].transpose(0, 1), lse.view(q.shape[1], q.shape[0]).transpose(0, 1)
 
 
 def _fold(q: Tensor, num_kv_heads: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Where keys and values live."""
 
-from longspec.cache.kv import KVCache, Slots
-from longspec.cache.ring import DraftCache
+from longspec.cache.pages import Pages
+from longspec.cache.pool import PagePool
+from longspec.cache.ring import DraftRing
 
-__all__ = ["DraftCache", "KVCache", "Slots"]
+__all__ = ["DraftRing", "PagePool", "Pages"]

@@ -10,12 +10,12 @@ from torch import Tensor
 from longspec.config import DraftConfig, ModelConfig
 
 
-@dataclass
-class DraftCache:
+@dataclass(frozen=True)
+class DraftRing:
     """Keys and values of the draft's one layer for B rows.
 
     The first `window` entries are the ring: position p lies at entry p % window. Behind it is room for the
-    nodes of one tree, and one last entry that takes what nobody wants.
+    nodes of one tree, and one last entry, the dump entry, takes what nobody wants.
     """
 
     keys: Tensor
@@ -34,16 +34,15 @@ class DraftCache:
         num_nodes: int,
         device: torch.device,
         dtype: torch.dtype,
-    ) -> DraftCache:
+    ) -> DraftRing:
         """A ring with nothing in it, and room for trees of `num_nodes`."""
-        shape = (num_rows, target.num_kv_heads, draft.window + num_nodes + 1, target.head_dim)
-        # Zeros, not rubbish: masked entries are multiplied by 0, and 0 times nan would be nan.
-        return cls(
-            torch.zeros(shape, device=device, dtype=dtype),
-            torch.zeros(shape, device=device, dtype=dtype),
-            torch.full((num_rows, shape[2]), -1, device=device),
-            draft.window,
-        )
+        num_entries = draft.window + num_nodes + 1
+        # Zero, because masked entries are multiplied by 0, and 0 times nan is nan. Heads come first in
+        # memory, so that the entries of all rows are places of one buffer as well (`flat`).
+        shape = (target.num_kv_heads, num_rows, num_entries, target.head_dim)
+        keys, values = (torch.zeros(shape, device=device, dtype=dtype).transpose(0, 1) for _ in range(2))
+        positions = torch.full((num_rows, num_entries), -1, device=device)
+        return cls(keys, values, positions, draft.window)
 
     @staticmethod
     def size_of(target: ModelConfig, draft: DraftConfig, num_nodes: int, dtype: torch.dtype) -> int:
@@ -56,14 +55,16 @@ class DraftCache:
         """Size of the buffers."""
         return 2 * self.keys.numel() * self.keys.element_size() + 8 * self.positions.numel()
 
-    def clear(self) -> None:
-        """Forget everything; the buffers stay."""
-        self.positions.fill_(-1)
+    @property
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all rows as [K, B * (window + N + 1), D]."""
+        keys, values = self.keys.transpose(0, 1), self.values.transpose(0, 1)
+        return keys.flatten(1, 2), values.flatten(1, 2)
 
     def claim(self, positions: Tensor, wanted: Tensor) -> Tensor:
         """The entries [B, T] of committed tokens at `positions` [B, T], whose keys and values are to follow.
 
-        What is not `wanted` [B, T] goes where nobody looks.
+        What is not `wanted` [B, T] gets the dump entry.
         """
         entries = torch.where(wanted, positions % self.window, self.keys.shape[2] - 1)
         self.positions.scatter_(1, entries, torch.where(wanted, positions, -1))
@@ -79,11 +80,6 @@ class DraftCache:
         """Copies of the keys and values [B, T, K, D] in `entries` [B, T], as `put` takes them."""
         rows = torch.arange(entries.shape[0], device=entries.device)[:, None]
         return self.keys[rows, :, entries], self.values[rows, :, entries]
-
-    def node_entries(self, first: int, count: int) -> Tensor:
-        """The entries [B, count] of the tree's nodes first, first + 1, ..., behind the ring."""
-        places = torch.arange(self.window + first, self.window + first + count, device=self.keys.device)
-        return places.expand(self.keys.shape[0], -1)
 
     def put_nodes(self, first: int, k: Tensor, v: Tensor) -> None:
         """Put keys and values [B, T, K, D] of the tree's nodes first, first + 1, ... behind the ring."""
@@ -102,3 +98,14 @@ class DraftCache:
         if nodes is not None:
             sees[:, :, self.window : self.window + nodes.shape[2]] = nodes
         return sees
+
+    def first(self, num_rows: int) -> DraftRing:
+        """The first rows, sharing the buffers."""
+        return DraftRing(
+            self.keys[:num_rows], self.values[:num_rows], self.positions[:num_rows], self.window
+        )
+
+    def move(self, source: int, goal: int) -> None:
+        """Put one row in place of another."""
+        for part in (self.keys, self.values, self.positions):
+            part[goal].copy_(part[source])

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspec.decoding.choose import Sampling, choose
+from longspec.decoding.choose import choose
+from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 
 LogitsAt = Callable[[Tensor], Tensor]
@@ -49,46 +50,44 @@ class Walk:
         zeros = torch.zeros_like(tree.tokens[:, 0])
         return cls(tree, zeros, torch.ones_like(zeros, dtype=torch.bool), zeros, [zeros], zeros)
 
-    def step(self, found: Tensor, child: Tensor, bonus: Tensor) -> bool:
-        """Move the rows that `found` [B] a `child` [B]; the others end with `bonus`. Whether any moved."""
+    def step(self, found: Tensor, child: Tensor, bonus: Tensor) -> None:
+        """Move the rows that `found` [B] a `child` [B]; the others end with `bonus`."""
         moved = self.moving & found
         self.bonus = torch.where(self.moving & ~found, bonus, self.bonus)
         self.node = torch.where(moved, child, self.node)
         self.num_accepted = self.num_accepted + moved.long()
         self.moving = moved
-        more = bool(moved.any())
-        if more:
-            self.steps.append(self.node)
-        return more
+        self.steps.append(self.node)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no row moves any more; a GPU is not asked, because asking would wait for it."""
+        return not self.moving.is_cuda and not bool(self.moving.any())
 
     def accepted(self) -> Accepted:
         """What was found."""
         return Accepted(torch.stack(self.steps, 1), self.num_accepted, self.bonus)
 
 
-def accept_coupled(
-    tree: TokenTree,
-    logits_at: LogitsAt,
-    sampling: Sampling,
-    seeds: Tensor,
-    lengths: Tensor,
-    seen: Tensor | None,
-) -> Accepted:
+def accept_coupled(tree: TokenTree, logits_at: LogitsAt, rows: Slots, sampled: bool) -> Accepted:
     """Walk as long as the target's choice is among the children. Only nodes on the way are evaluated.
 
-    lengths [B] is where the root stands in the text; seen [B, V] has the root's token in it already.
+    The root stands at `rows.lengths` of the text, and the rows have seen it already.
     """
-    walk = Walk.at_root(tree)
+    walk, seen = Walk.at_root(tree), rows.sampling.seen
     for depth in range(tree.num_nodes):
-        choice = choose(logits_at(walk.node), sampling, seeds, lengths + depth + 1, seen)
+        logits = logits_at(walk.node)
+        choice = choose(logits, rows.sampling, rows.seeds, rows.lengths + depth + 1, sampled, seen)
         matches = (tree.parents == walk.node[:, None]) & (tree.tokens == choice[:, None])
         matches[:, 0] = False  # the root is nobody's child
-        if not walk.step(matches.any(1), matches.long().argmax(1), choice):
+        walk.step(matches.any(1), matches.long().argmax(1), choice)
+        if walk.is_over:
             break
-        seen = mark(seen, choice)
+        if sampled:
+            seen = mark(seen, choice)
     return walk.accepted()
 
 
-def mark(seen: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """`seen` with one more token per row."""
-    return None if seen is None else seen.scatter(1, tokens[:, None], True)
+def mark(seen: Tensor, tokens: Tensor) -> Tensor:
+    """`seen` [B, V] with one more token per row."""
+    return seen.scatter(1, tokens[:, None], True)

@@ -7,8 +7,7 @@ gets the same token. That is what makes every decoding method emit the same text
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -68,57 +67,122 @@ class Sampling:
             given["top_k"] = 0
         return cls(**{"temperature": 1.0} | given)
 
-    def without_penalty(self) -> Sampling:
-        """The same but for the repetition penalty."""
-        return replace(self, repetition_penalty=1.0)
-
     @property
     def greedy(self) -> bool:
         """Whether the choice is the most probable token."""
         return self.temperature == 0
 
 
-def choose(
-    logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor, seen: Tensor | None = None
-) -> Tensor:
-    """The token of each row, int64 [R].
+@dataclass(frozen=True)
+class SamplingRows:
+    """The settings of B rows, where the device can read them; see `Sampling`."""
 
-    logits [R, V] are the target's scores, fp32. seeds and positions, int64 [R], are the row's seed and the
-    place in the text of the token to choose. seen, bool [R, V], marks the tokens that occurred before it;
-    it is needed for the repetition penalty alone.
+    temperature: Tensor
+    """fp32 [B]"""
+    top_k: Tensor
+    """int64 [B]"""
+    top_p: Tensor
+    """fp32 [B]"""
+    min_p: Tensor
+    """fp32 [B]"""
+    penalty: Tensor
+    """fp32 [B], the repetition penalty"""
+    seen: Tensor
+    """Tokens that each row has had, bool [B, V]; kept up for rows with a penalty."""
+
+    @classmethod
+    def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> SamplingRows:
+        """All greedy."""
+        zeros, ones = torch.zeros(num_rows, device=device), torch.ones(num_rows, device=device)
+        seen = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device)
+        return cls(zeros, zeros.long(), ones, zeros.clone(), ones.clone(), seen)
+
+    @classmethod
+    def of(cls, settings: Sequence[Sampling], vocab_size: int, device: torch.device) -> SamplingRows:
+        """Rows with these settings that have seen nothing yet."""
+        rows = cls.empty(len(settings), vocab_size, device)
+        rows.put(torch.arange(len(settings), device=device), settings)
+        return rows
+
+    def put(self, rows: Tensor, settings: Sequence[Sampling]) -> None:
+        """Give rows [n] these settings; what they have seen is forgotten."""
+        names = ("temperature", "top_p", "min_p", "repetition_penalty")
+        numbers = torch.tensor([[getattr(one, name) for one in settings] for name in names])
+        parts = (self.temperature, self.top_p, self.min_p, self.penalty)
+        for part, values in zip(parts, numbers.to(rows.device), strict=True):
+            part[rows] = values
+        self.top_k[rows] = torch.tensor([min(int(one.top_k), 2**31) for one in settings]).to(rows.device)
+        self.seen[rows] = False
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [getattr(self, field.name) for field in fields(self)]
+
+    def without_penalty(self) -> SamplingRows:
+        """The same but for the repetition penalty."""
+        return replace(self, penalty=torch.ones_like(self.penalty))
+
+    def at(self, rows: Tensor) -> SamplingRows:
+        """Copies of these rows, int64 [n]."""
+        return SamplingRows(*(part[rows] for part in self.tensors()))
+
+    def first(self, num_rows: int) -> SamplingRows:
+        """The first rows, sharing the memory."""
+        return SamplingRows(*(part[:num_rows] for part in self.tensors()))
+
+
+def choose(
+    logits: Tensor,
+    sampling: SamplingRows,
+    seeds: Tensor,
+    positions: Tensor,
+    sampled: bool,
+    seen: Tensor | None = None,
+) -> Tensor:
+    """The token of each row, int64 [B].
+
+    logits [B, V] are the target's scores, fp32. seeds and positions, int64 [B], are the row's seed and the
+    place in the text of the token to choose. Where not `sampled`, every row is greedy without a penalty.
+    seen, bool [B, V], marks the tokens that occurred before it where that is not `sampling.seen`.
     """
+    if not sampled:
+        return logits.argmax(-1)
     scores = filtered(logits, sampling, seen)
-    if sampling.greedy:
-        return scores.argmax(-1)
     tokens = torch.arange(logits.shape[-1], device=logits.device)
+    # At temperature 0 the best score is 0 and the others are at -inf: no noise changes that.
     return (scores.double() + gumbel(seeds, positions, tokens)).argmax(-1)
 
 
-def filtered(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """The scores whose softmax is the distribution to sample from; tokens filtered out are at -inf."""
-    scores = logits
-    if sampling.repetition_penalty != 1:
-        assert seen is not None, "the repetition penalty needs the tokens seen so far"
-        penalty = sampling.repetition_penalty
-        scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
-    if sampling.greedy:
-        return scores
+def filtered(logits: Tensor, sampling: SamplingRows, seen: Tensor | None = None) -> Tensor:
+    """The scores [B, V] whose softmax is the distribution to sample from; tokens filtered out are at -inf.
+
+    Of a greedy row only the best token is left, the first of equal ones.
+    """
+    seen, penalty = sampling.seen if seen is None else seen, sampling.penalty[:, None]
+    scores = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    best = scores.argmax(-1, keepdim=True)
     # From the row's best score, so that a tiny temperature cannot make it overflow.
-    temperature = max(sampling.temperature, torch.finfo(scores.dtype).tiny)
-    scores = (scores - scores.amax(-1, keepdim=True)) / temperature
-    if 0 < sampling.top_k < scores.shape[-1]:
-        least = scores.topk(int(sampling.top_k), -1).values[..., -1:]
-        scores = scores.masked_fill(scores < least, -torch.inf)
-    if sampling.top_p < 1:
-        scores = _keep_top_p(scores, sampling.top_p)
-    if sampling.min_p > 0:
-        least = scores.amax(-1, keepdim=True) + math.log(sampling.min_p)
-        scores = scores.masked_fill(scores < least, -torch.inf)
-    return scores
+    warm = sampling.temperature[:, None].clamp(min=torch.finfo(scores.dtype).tiny)
+    scores = (scores - scores.gather(-1, best)) / warm
+    size = scores.shape[-1]
+    kept = torch.where((sampling.top_k > 0) & (sampling.top_k < size), sampling.top_k, size)
+    if _needed(kept < size):
+        ordered = scores.sort(-1, descending=True).values
+        scores = scores.masked_fill(scores < ordered.gather(-1, kept[:, None] - 1), -torch.inf)
+    if _needed(sampling.top_p < 1):
+        scores = _keep_top_p(scores, sampling.top_p[:, None])
+    scores = scores.masked_fill(scores < sampling.min_p.log()[:, None], -torch.inf)
+    alone = torch.full_like(scores, -torch.inf).scatter_(-1, best, 0.0)
+    return torch.where(sampling.temperature[:, None] > 0, scores, alone)
 
 
-def _keep_top_p(scores: Tensor, top_p: float) -> Tensor:
-    """Keep the tokens above the largest threshold that leaves a total probability of top_p.
+def _needed(rows: Tensor) -> bool:
+    """Whether any of `rows` is set; a GPU is not asked, because asking would wait for it."""
+    return rows.is_cuda or bool(rows.any())
+
+
+def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the tokens above the largest threshold that leaves a total probability of top_p [B, 1]; 1 is off.
 
     Positive floats are ordered as their bit patterns are, so bisecting those finds the threshold exactly, in
     30 sums (no probability has a higher bit): faster than a sort, and nothing is asked of the host.
@@ -130,7 +194,7 @@ def _keep_top_p(scores: Tensor, top_p: float) -> Tensor:
         candidate = enough | (1 << bit)
         kept = torch.where(patterns >= candidate, probabilities, 0.0).sum(-1, keepdim=True)
         enough = torch.where(kept >= top_p, candidate, enough)
-    return scores.masked_fill(patterns < enough, -torch.inf)
+    return scores.masked_fill((patterns < enough) & (top_p < 1), -torch.inf)
 
 
 def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from longspec.decoding.accept import Accepted, LogitsAt, Walk, mark
-from longspec.decoding.choose import Sampling, derived, filtered, gumbel, uniform
+from longspec.decoding.choose import derived, filtered, gumbel, uniform
+from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 
 # Streams of noise: none may depend on another, nor on the one that coupled choices use.
@@ -36,25 +37,19 @@ def draw_children(
     return top.indices, torch.isfinite(top.values)
 
 
-def accept_rejection(
-    tree: TokenTree,
-    logits_at: LogitsAt,
-    sampling: Sampling,
-    seeds: Tensor,
-    lengths: Tensor,
-    seen: Tensor | None,
-) -> Accepted:
+def accept_rejection(tree: TokenTree, logits_at: LogitsAt, rows: Slots, sampled: bool) -> Accepted:
     """As `accept_coupled`, by the rule above."""
-    walk = Walk.at_root(tree)
-    children = child_table(tree.parents)
-    rows = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)
+    assert sampled, "greedy rows are accepted by their choices"
+    walk, sampling, seeds = Walk.at_root(tree), rows.sampling, rows.seeds
+    children, seen = child_table(tree), sampling.seen
+    index = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)
     for depth in range(tree.num_nodes):
-        positions = lengths + depth + 1
+        positions = rows.lengths + depth + 1
         p = filtered(logits_at(walk.node), sampling, seen).double().softmax(-1)
-        q = None if tree.proposals is None else tree.proposals[rows, walk.node].double()
+        q = None if tree.proposals is None else tree.proposals[index, walk.node].double()
         found = torch.zeros_like(walk.moving)
         goal = walk.node
-        for child in children[rows, walk.node].unbind(1):
+        for child in children[index, walk.node].unbind(1):
             there = (child >= 0) & ~found
             token = tree.tokens.gather(1, child.clamp(min=0)[:, None])[:, 0]
             luck = uniform(derived(seeds, _ACCEPT), positions, child)
@@ -67,7 +62,8 @@ def accept_rejection(
                 q = torch.where(refused, without(q, token), q)
         noise = gumbel(derived(seeds, _BONUS), positions, torch.arange(p.shape[1], device=p.device))
         bonus = (p.log() + noise).argmax(-1)
-        if not walk.step(found, goal, bonus):
+        walk.step(found, goal, bonus)
+        if walk.is_over or depth == tree.depth:
             break
         seen = mark(seen, tree.tokens.gather(1, walk.node[:, None])[:, 0])
     return walk.accepted()
@@ -97,14 +93,13 @@ def without(q: Tensor, token: Tensor) -> Tensor:
     return left / left.sum(1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
 
 
-def child_table(parents: Tensor) -> Tensor:
+def child_table(tree: TokenTree) -> Tensor:
     """The children of each node in their order, int64 [B, N, C], -1 where there are no more."""
-    N = parents.shape[1]
+    parents, N = tree.parents, tree.num_nodes
     nodes = torch.arange(N, device=parents.device)
     is_child = (parents[:, None, :] == nodes[None, :, None]) & (nodes > 0)
-    most = max(1, int(is_child.sum(-1).max()))
     # Sorting puts the children, by number, before the rest.
-    order = torch.where(is_child, nodes, N).sort(-1).values[:, :, :most]
+    order = torch.where(is_child, nodes, N).sort(-1).values[:, :, : tree.num_children]
     return torch.where(order < N, order, -1)
 
 

@@ -23,19 +23,37 @@ class TokenTree:
     proposals: Tensor | None = None
     """For `rejection`: the distribution that each node's children were drawn from, fp32 [B, N, V], drawn
     without replacement in the nodes' order. None: each child was certain to be proposed."""
+    is_chain: bool = False
+    """Whether each node is the only child of the one before, so that a path never has to be moved."""
+    shape: tuple[int, ...] | None = None
+    """Nodes per depth where they are known and evenly spread over those above; see the two that follow."""
 
     @classmethod
     def chain(cls, tokens: Tensor, proposals: Tensor | None = None) -> TokenTree:
         """Each node the only child of the one before."""
         if tokens.shape[1] == 1:
-            return cls(tokens, torch.zeros_like(tokens), proposals)
+            return cls(tokens, torch.zeros_like(tokens), proposals, True)
         parents = (torch.arange(tokens.shape[1], device=tokens.device) - 1).clamp(min=0)
-        return cls(tokens, parents.expand_as(tokens), proposals)
+        return cls(tokens, parents.expand_as(tokens), proposals, True)
 
     @property
     def num_nodes(self) -> int:
         """N, the root included."""
         return self.tokens.shape[1]
+
+    @property
+    def depth(self) -> int:
+        """No path is longer."""
+        return self.num_nodes - 1 if self.shape is None else len(self.shape)
+
+    @property
+    def num_children(self) -> int:
+        """No node has more."""
+        if self.is_chain or self.num_nodes == 1:
+            return 1
+        if self.shape is None:
+            return self.num_nodes - 1
+        return max(n // above for n, above in zip(self.shape, (1, *self.shape), strict=False))
 
     def sees(self) -> Tensor | None:
         """Which nodes each node sees, itself and its ancestors, bool [B, N, N]; None for a lone root."""

@@ -1,9 +1,10 @@
 """Attention of a few queries per row over a long KV cache: two launches at most, whatever the lengths.
 
-The first launch cuts each row's prefix into parts and attends to each; the query heads that share a KV
-head are rows of one tile, so a key is read once for all of them. The second attends to the new nodes, which
-stand right behind the prefix, and merges that with the parts by their lse. How long the prefix is, only the
-kernels read: the grid follows the shapes, and a program without work ends at once.
+The cache is pages that all rows share (see `longspec.kernels.pages`). The first launch cuts each row's prefix
+into parts and attends to each; the query heads that share a KV head are rows of one tile, so a key is read
+once for all of them. The second attends to the new nodes, which come right behind the prefix, and merges that
+with the parts by their lse. Only the kernels read how long the prefix is: the grid follows the shapes, and a
+program without work ends at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longspec.kernels.launch import await_turn, fetch, launched, overlap
+from longspec.kernels.pages import check_tables, place_of
 from longspec.kernels.tiling import (
     Tiling,
     choose_slice,
@@ -49,14 +51,16 @@ def absorb(
 
 @triton.jit
 def _parts(length, window, num_splits, UNIT: tl.constexpr, OWN: tl.constexpr):
-    """Where the last `window` entries of the prefix begin, where they end, and how many one part takes.
+    """Where the last `window` entries of the prefix begin, the start of the tile they begin in, where they
+    end, and how many entries one part takes from that tile's start on.
 
     With OWN they end behind the entry of a lone query itself.
     """
     begin = tl.maximum(length - window, 0)
+    aligned = begin // UNIT * UNIT
     end = length + 1 if OWN else length
-    share = tl.cdiv(tl.cdiv(end - begin, num_splits), UNIT) * UNIT
-    return begin, end, tl.maximum(share, UNIT)
+    share = tl.cdiv(tl.cdiv(end - aligned, num_splits), UNIT) * UNIT
+    return begin, aligned, end, tl.maximum(share, UNIT)
 
 
 @triton.jit
@@ -67,60 +71,73 @@ def query_offsets(row, head, stride_t, stride_h, group) -> tl.tensor:
 
 @triton.jit
 def _tile_at(
-    box, at, stride, layer, b, head, first, end,
+    box, at, stride, layer, head, place, valid,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BOXES: tl.constexpr, EDGE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Keys or values from entry `first` on, by their descriptor or from where the head's own begin; with EDGE
-    those before `end`, and behind them whatever there is."""
+    """The tile of keys or values at `place`, by its descriptor or from where the head's own begin; with EDGE
+    the valid ones, and anything in place of the others."""
     if BOXES:
-        return box.load([layer, b, head, first, 0]).reshape([BLOCK_S, BLOCK_D])
+        return box.load([layer, head, place, 0]).reshape([BLOCK_S, BLOCK_D])
     else:
-        entry, d = first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+        entry, d = place + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
         mask = (d < D)[None, :]
         if EDGE:
-            mask = mask & (entry < end)[:, None]
+            mask = mask & valid[:, None]
         return tl.load(at + (entry.to(tl.int64) * stride)[:, None] + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _absorb_edge(
-    query, k, v, keys, values, k_s, v_s, layer, b, head, first, end, high, total, acc, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BOXES: tl.constexpr,
+    query, k, v, keys, values, k_s, v_s, layer, head, number, first, low, end, high, total, acc, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PAGE: tl.constexpr, BOXES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The keys from `first` on that come before `end`, less than a tile of them."""
-    valid = first + tl.arange(0, BLOCK_S) < end
-    key = _tile_at(k, keys, k_s, layer, b, head, first, end, D, BLOCK_D, BLOCK_S, BOXES, True)
-    value = _tile_at(v, values, v_s, layer, b, head, first, end, D, BLOCK_D, BLOCK_S, BOXES, True)
-    # What lies behind may be nan, which a weight of 0 would let through.
+    """Of the tile from entry `first` on, in page `number`, the entries from `low` on that come before
+    `end`."""
+    entry = first + tl.arange(0, BLOCK_S)
+    valid = (entry >= low) & (entry < end)
+    place = number * PAGE + first % PAGE
+    key = _tile_at(k, keys, k_s, layer, head, place, valid, D, BLOCK_D, BLOCK_S, BOXES, True)
+    value = _tile_at(v, values, v_s, layer, head, place, valid, D, BLOCK_D, BLOCK_S, BOXES, True)
+    # The other values may be nan, which a weight of 0 would let through.
     value = tl.where(valid[:, None], value, 0.0)
     return absorb(query, key, value, valid[None, :], high, total, acc, scale, PRECISION, True)
 
 
 @launched
-@triton.jit(do_not_specialize=["num_rows", "num_splits", "sinks", "window", "heads", "layer_heads", "group"])
+@triton.jit(
+    do_not_specialize=[
+        "num_rows", "num_splits", "sinks", "window", "heads", "layer_heads", "group", "tables_b"
+    ]
+)  # fmt: skip
 def _prefix_kernel(
-    q, k, v, keys, values, lengths, part_out, part_lse, out, lse, q_b, q_t, q_h,
-    k_l, k_b, k_h, k_s, v_l, v_b, v_h, v_s,
+    q, k, v, keys, values, lengths, tables, part_out, part_lse, out, lse, q_b, q_t, q_h,
+    k_l, k_h, k_s, v_l, v_h, v_s, tables_b,
     num_rows, num_splits, sinks, window, heads, layer_heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    LINE: tl.constexpr, BOXES: tl.constexpr, SINKS: tl.constexpr, OWN: tl.constexpr, WHOLE: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    PAGE: tl.constexpr, LINE: tl.constexpr, BOXES: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
+    OWN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """With BOXES k and v are descriptors of keys and values, so that whole tiles are copied by the hardware;
-    what is outside reads as 0. With WHOLE there is one part, and its result is the whole one."""
+    what is outside reads as 0. With WHOLE there is one part, and its result is the whole one.
+
+    A tile begins at a multiple of BLOCK_S, which divides PAGE, so that it lies in one page.
+    """
     # Tiles of the same keys are neighbours, so that they find them in the L2 cache.
     tile, split, problem = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = problem // heads, problem % heads
     layer, theirs = head // layer_heads, head % layer_heads
     length = tl.load(lengths + b).to(tl.int32)
-    begin, behind, share = _parts(length, window, num_splits, BLOCK_S, OWN)
-    start = begin + split * share
-    keys += layer.to(tl.int64) * k_l + b.to(tl.int64) * k_b + theirs.to(tl.int64) * k_h
-    values += layer.to(tl.int64) * v_l + b.to(tl.int64) * v_b + theirs.to(tl.int64) * v_h
+    begin, aligned, behind, share = _parts(length, window, num_splits, BLOCK_S, OWN)
+    start = aligned + split * share
+    tables += b.to(tl.int64) * tables_b
+    # Clamped, because a part without work would read beyond the table.
+    number = tl.load(tables + tl.minimum(start, tl.maximum(behind - 1, 0)) // PAGE)
+    keys += layer.to(tl.int64) * k_l + theirs.to(tl.int64) * k_h
+    values += layer.to(tl.int64) * v_l + theirs.to(tl.int64) * v_h
     if OVERLAP:
-        # The prefix has been there for long: its first tile comes while the queries are still being made.
-        entry = tl.minimum(start + tl.arange(0, BLOCK_S), tl.maximum(length - 1, 0)).to(tl.int64)
+        # The prefix is older than the last kernel: its first tile comes while the queries are being made.
+        entry = number.to(tl.int64) * PAGE + start % PAGE + tl.arange(0, BLOCK_S)
         line = tl.arange(0, BLOCK_D // LINE) * LINE
         fetch(keys + (entry * k_s)[:, None] + line[None, :], OVERLAP)
         fetch(values + (entry * v_s)[:, None] + line[None, :], OVERLAP)
@@ -141,18 +158,29 @@ def _prefix_kernel(
         last = tl.where(split == 0, tl.minimum(sinks, begin), 0)
         for first in tl.range(0, last, BLOCK_S):
             high, total, acc = _absorb_edge(
-                query, k, v, keys, values, k_s, v_s, layer, b, theirs, first, last, high, total, acc, scale,
-                D, BLOCK_D, BLOCK_S, BOXES, PRECISION,
+                query, k, v, keys, values, k_s, v_s, layer, theirs, tl.load(tables + first // PAGE),
+                first, 0, last, high, total, acc, scale, D, BLOCK_D, BLOCK_S, PAGE, BOXES, PRECISION,
             )  # fmt: skip
+    # The window may begin inside its first tile, of which what comes before does not count.
+    if WINDOW and start < begin:
+        high, total, acc = _absorb_edge(
+            query, k, v, keys, values, k_s, v_s, layer, theirs, number, start, begin, end,
+            high, total, acc, scale, D, BLOCK_D, BLOCK_S, PAGE, BOXES, PRECISION,
+        )  # fmt: skip
+        start = tl.minimum(start + BLOCK_S, end)
+        number = tl.load(tables + tl.minimum(start, end - 1) // PAGE)
     edge = start + (end - start) // BLOCK_S * BLOCK_S
     for first in tl.range(start, edge, BLOCK_S):
-        key = _tile_at(k, keys, k_s, layer, b, theirs, first, end, D, BLOCK_D, BLOCK_S, BOXES, False)
-        value = _tile_at(v, values, v_s, layer, b, theirs, first, end, D, BLOCK_D, BLOCK_S, BOXES, False)
+        place = number * PAGE + first % PAGE
+        # The next tile's page is asked for now, so that it is known when its turn comes.
+        number = tl.load(tables + tl.minimum(first + BLOCK_S, end - 1) // PAGE)
+        key = _tile_at(k, keys, k_s, layer, theirs, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
+        value = _tile_at(v, values, v_s, layer, theirs, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
         high, total, acc = absorb(query, key, value, row, high, total, acc, scale, PRECISION, False)
     if edge < end:
         high, total, acc = _absorb_edge(
-            query, k, v, keys, values, k_s, v_s, layer, b, theirs, edge, end, high, total, acc, scale,
-            D, BLOCK_D, BLOCK_S, BOXES, PRECISION,
+            query, k, v, keys, values, k_s, v_s, layer, theirs, number, edge, edge, end,
+            high, total, acc, scale, D, BLOCK_D, BLOCK_S, PAGE, BOXES, PRECISION,
         )  # fmt: skip
 
     if WHOLE:
@@ -188,14 +216,14 @@ def absorb_parts(lses, outs, high, total, acc) -> tl.tuple:
 
 
 @launched
-@triton.jit(do_not_specialize=["num_rows", "num_nodes", "num_splits", "window", "heads", "group"])
+@triton.jit(do_not_specialize=["num_rows", "num_nodes", "num_splits", "window", "heads", "group", "tables_b"])
 def _merge_kernel(
-    q, k, v, tree, lengths, part_out, part_lse, out, lse,
-    q_b, q_t, q_h, k_b, k_h, k_s, v_b, v_h, v_s, tree_b, tree_t,
+    q, k, v, tree, lengths, tables, part_out, part_lse, out, lse,
+    q_b, q_t, q_h, k_h, k_s, v_h, v_s, tables_b, tree_b, tree_t,
     num_rows, num_nodes, num_splits, window, heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    SLICE: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, NODES: tl.constexpr, TREE: tl.constexpr,
-    OWN: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    SLICE: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, NODES: tl.constexpr,
+    TREE: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """SLICE numbers of each head's result: the scores are had again for each slice, being few.
 
@@ -210,19 +238,23 @@ def _merge_kernel(
         rows_at[:, None] + d[None, :], mask=(row < num_rows)[:, None] & (d < D)[None, :], other=0.0
     )
     length = tl.load(lengths + b).to(tl.int32)
-    begin, behind, share = _parts(length, window, num_splits, UNIT, OWN)
-    num_parts, at = tl.cdiv(behind - begin, share), problem * num_splits
+    _, aligned, behind, share = _parts(length, window, num_splits, UNIT, OWN)
+    num_parts, at = tl.cdiv(behind - aligned, share), problem * num_splits
     high = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, SLICE], tl.float32)
     if NODES:
-        k += b * k_b + head * k_h + length.to(tl.int64) * k_s
-        v += b * v_b + head * v_h + length.to(tl.int64) * v_s
-        for first in tl.range(0, num_nodes, BLOCK_N):
+        k += head * k_h
+        v += head * v_h
+        tables += b * tables_b
+        # Of a chain, what comes behind a tile's last query is seen by none of its queries.
+        num_seen = num_nodes if TREE else tl.minimum(num_nodes, (tile * BLOCK_R + BLOCK_R - 1) // group + 1)
+        for first in tl.range(0, num_seen, BLOCK_N):
             node = first + tl.arange(0, BLOCK_N)
+            place = place_of(tables, length + node, node < num_nodes, PAGE)
             real = (node < num_nodes)[:, None]
-            key = tl.load(k + (node * k_s)[:, None] + d[None, :], mask=real & (d < D)[None, :], other=0.0)
-            value_at = v + (node * v_s)[:, None] + ours[None, :]
+            key = tl.load(k + (place * k_s)[:, None] + d[None, :], mask=real & (d < D)[None, :], other=0.0)
+            value_at = v + (place * v_s)[:, None] + ours[None, :]
             value = tl.load(value_at, mask=real & (ours < D)[None, :], other=0.0)
             pairs = (row < num_rows)[:, None] & (node < num_nodes)[None, :]
             if TREE:
@@ -260,6 +292,8 @@ def attend(
     k: Tensor,
     v: Tensor,
     lengths: Tensor,
+    tables: Tensor,
+    page: int,
     tree: Tensor | None = None,
     nodes: bool = True,
     sinks: int = 0,
@@ -267,32 +301,35 @@ def attend(
     tiling: Tiling | None = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries q [B, T, H, D] over a cache k, v [B, K, S, D]: `out` like q, and `lse` fp32 [B, T, H].
+    """Queries q [B, T, H, D] over pages of KV k, v [K, S, D]: `out` like q, and `lse` fp32 [B, T, H].
 
-    Each query sees the row's first `lengths` [B] entries, or of those only the first `sinks` and the last
-    `window`. With `nodes` it also sees, of the T entries right behind them, those that `tree`, bool [T, T]
-    or [B, T, T], allows it; without a tree, those up to its own. The rest is for tuning.
+    `tables`, int32 [B, M], say where a row's entries stand (see `longspec.kernels.pages`). Each query sees
+    the row's first `lengths` [B] entries, or of those only the first `sinks` and the last `window`. With
+    `nodes` it also sees, of the T entries right behind them, those that `tree`, bool [T, T] or [B, T, T],
+    allows it; without a tree, those up to its own. The rest is for tuning.
 
-    Without nodes, k and v may be those of several layers, [C, B, K, S, D]: of the H heads the first H / C
+    Without nodes, k and v may be those of several layers, [C, K, S, D]: of the H heads the first H / C
     then attend to the first layer, and so on.
     """
     B, T, H, D = q.shape
-    assert k.ndim == 4 or not nodes, "nodes stand in the cache of one layer"
-    k, v = (part if part.ndim == 5 else part[None] for part in (k, v))
-    K, capacity = k.shape[0] * k.shape[2], k.shape[3]
+    assert k.ndim == 3 or not nodes, "nodes stand in the pages of one layer"
+    check_tables(tables, page)
+    k, v = (part if part.ndim == 4 else part[None] for part in (k, v))
+    K, capacity = k.shape[0] * k.shape[1], tables.shape[1] * page
     num_rows = T * H // K
     tiling = tiling or choose_tiling(num_rows, D, q.dtype, q.device)
+    assert page % tiling.num_keys == 0, f"a page of {page} entries is no whole number of {tiling}'s tiles"
     num_tiles = triton.cdiv(num_rows, tiling.num_rows)
     last = _UNBOUNDED if window is None else window
     assert last > 0, "a window has one entry at least"
-    num_splits = num_splits or choose_splits(num_tiles * B * K, min(capacity, last), tiling, q.device)
+    num_splits = num_splits or _choose_splits(num_tiles * B * K, min(capacity, last), tiling, q.device)
     # A query alone sees all up to its own entry, which may as well count as prefix.
     own = nodes and T == 1
     whole = num_splits == 1 and (own or not nodes)
     part_out, part_lse = parts_like(q, 0 if whole else num_splits)
     out, lse = results_like(q)
-    shape = {"D": D, "BLOCK_D": padded(D), "PRECISION": precision(q.dtype)}
-    boxes, box = copies_tiles(q.device), [1, 1, 1, tiling.num_keys, shape["BLOCK_D"]]
+    shape = {"D": D, "BLOCK_D": padded(D), "PAGE": page, "PRECISION": precision(q.dtype)}
+    boxes, box = copies_tiles(q.device), [1, 1, tiling.num_keys, shape["BLOCK_D"]]
     whole_tiles = (TensorDescriptor.from_tensor(part, box) if boxes else part for part in (k, v))
     mask, mask_strides = q, (0, 0)
     if tree is not None:
@@ -300,11 +337,11 @@ def attend(
         mask = tree.contiguous().view(torch.uint8)
         mask_strides = (T * T if tree.ndim == 3 else 0, T)
     _prefix_kernel[(num_tiles, num_splits, B * K)](
-        q, *whole_tiles, k, v, lengths, part_out, part_lse, out, lse,
-        *q.stride()[:3], *k.stride()[:4], *v.stride()[:4],
-        num_rows, num_splits, sinks, last, K, k.shape[2], H // K, score_scale(D), **shape,
+        q, *whole_tiles, k, v, lengths, tables, part_out, part_lse, out, lse,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], tables.stride(0),
+        num_rows, num_splits, sinks, last, K, k.shape[1], H // K, score_scale(D), **shape,
         BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, LINE=min(padded(D), 128 // q.itemsize),
-        BOXES=boxes, SINKS=sinks > 0 and window is not None, OWN=own, WHOLE=whole,
+        BOXES=boxes, SINKS=sinks > 0 and window is not None, WINDOW=window is not None, OWN=own, WHOLE=whole,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlap(q.device),
     )  # fmt: skip
     if whole:
@@ -313,14 +350,20 @@ def attend(
     piece, parts = choose_slice(num_rows, num_tiles * B * K, q.device)
     grid = (num_tiles, B * K, triton.cdiv(D, piece))
     _merge_kernel[grid](
-        q, k, v, mask, lengths, part_out, part_lse, out, lse,
-        *q.stride()[:3], *k.stride()[1:4], *v.stride()[1:4], *mask_strides,
+        q, k, v, mask, lengths, tables, part_out, part_lse, out, lse,
+        *q.stride()[:3], *k.stride()[1:3], *v.stride()[1:3], tables.stride(0), *mask_strides,
         num_rows, T, num_splits, last, K, H // K, score_scale(D), **shape,
         BLOCK_R=MERGE_ROWS, BLOCK_N=_node_block(T, D, q.dtype), SLICE=piece, PARTS=parts,
         UNIT=tiling.num_keys, NODES=nodes and not own, TREE=tree is not None, OWN=own,
         num_warps=4, num_stages=1, **overlap(q.device),
     )  # fmt: skip
     return out, lse
+
+
+def _choose_splits(num_programs: int, capacity: int, tiling: Tiling, device: torch.device) -> int:
+    """As `choose_splits`, and so many that one long row beside short ones is shared by several programs."""
+    least = min(8, triton.cdiv(capacity, 8192))
+    return max(least, choose_splits(num_programs, capacity, tiling, device))
 
 
 def results_like(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Attention of a few queries to few keys, each with a mask of its own: a draft to its ring and its tree."""
+"""Attention of a tree's nodes to a draft's ring and to their own ancestors, which stand behind it."""
 
 from __future__ import annotations
 
@@ -27,61 +27,50 @@ from longspec.kernels.tiling import choose_share, choose_slice, precision
 
 @triton.jit
 def _visible(
-    sees, held, parents, row, entry, position,
-    num_rows, num_keys, sees_t, group, first_node, depth, window, RING: tl.constexpr,
+    held, parents, row, entry, position, num_rows, num_keys, group, first_node, depth, window
 ):  # fmt: skip
-    """What rows may see of the entries: what they are told or, of a RING, what nodes of a tree see that are
-    `depth` deep at `position`. That is of the ring's entries what the last `window` positions left there, and
-    behind those themselves and their ancestors. The root stands in the ring."""
-    if RING:
-        back = position - tl.load(held + entry, mask=entry < num_keys, other=-1)
-        visible = (back >= 0) & (back < window) & (back <= position) & (entry < window)
-        visible = visible[None, :] & (row < num_rows)[:, None]
-        here = (first_node + row // group).to(tl.int64)
-        for _ in tl.range(0, depth):
-            visible = visible | (entry[None, :] == window + here[:, None])
-            here = tl.load(parents + here, mask=row < num_rows, other=0)
-    else:
-        pairs = (row < num_rows)[:, None] & (entry < num_keys)[None, :]
-        visible = tl.load(sees + (row // group * sees_t)[:, None] + entry[None, :], mask=pairs, other=0) != 0
+    """What rows of nodes that are `depth` deep at `position` may see of the entries: of the ring's, what the
+    last `window` positions left there, and behind those themselves and their ancestors. The root stands in
+    the ring."""
+    back = position - tl.load(held + entry, mask=entry < num_keys, other=-1)
+    visible = (back >= 0) & (back < window) & (back <= position) & (entry < window)
+    visible = visible[None, :] & (row < num_rows)[:, None]
+    here = (first_node + row // group).to(tl.int64)
+    for _ in tl.range(0, depth):
+        visible = visible | (entry[None, :] == window + here[:, None])
+        here = tl.load(parents + here, mask=row < num_rows, other=0)
     return visible
 
 
 @launched
 @triton.jit(
-    do_not_specialize=["num_rows", "num_keys", "share", "heads", "group", "first_node", "depth", "window"]
-)
+    do_not_specialize=[
+        "num_rows", "num_keys", "share", "heads", "group", "first_node", "depth", "window", "held_b",
+        "parents_b",
+    ]
+)  # fmt: skip
 def _masked_kernel(
-    q, k, v, sees, held, lengths, parents, part_out, part_lse, out, lse,
-    q_b, q_t, q_h, k_b, k_h, k_s, v_b, v_h, v_s, sees_b, sees_t, parents_b,
+    q, k, v, held, lengths, parents, part_out, part_lse, out, lse,
+    q_b, q_t, q_h, k_b, k_h, k_s, v_b, v_h, v_s, held_b, parents_b,
     num_rows, num_keys, share, heads, group, first_node, depth, window, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    RING: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One part of `share` keys; with WHOLE it is the only one. What a tree's nodes see of a RING was settled
-    before their queries were made."""
+    """One part of `share` keys; with WHOLE it is the only one."""
     tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, head = problem // heads, problem % heads
     row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     split = tl.program_id(2)
     start, stop = split * share, tl.minimum((split + 1) * share, num_keys)
     entry = start + tl.arange(0, BLOCK_S)
-    sees += b * sees_b
-    held += b * num_keys
+    held += b * held_b
     parents += b * parents_b
-    position = 0
-    if RING:
-        position = tl.load(lengths + b) + depth
-        visible = _visible(
-            sees, held, parents, row, entry, position,
-            num_rows, num_keys, sees_t, group, first_node, depth, window, RING,
-        )  # fmt: skip
+    # What nodes see was settled before their queries were made, so it is read before the turn.
+    position = tl.load(lengths + b) + depth
+    visible = _visible(
+        held, parents, row, entry, position, num_rows, num_keys, group, first_node, depth, window
+    )  # fmt: skip
     await_turn(OVERLAP)
-    if not RING:
-        visible = _visible(
-            sees, held, parents, row, entry, position,
-            num_rows, num_keys, sees_t, group, first_node, depth, window, RING,
-        )  # fmt: skip
     inside = (row < num_rows)[:, None] & (d < D)[None, :]
     rows_at = q + b * q_b + query_offsets(row, head, q_t, q_h, group)
     query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
@@ -99,8 +88,7 @@ def _masked_kernel(
         if first + BLOCK_S < stop:
             entry += BLOCK_S
             visible = _visible(
-                sees, held, parents, row, entry, position,
-                num_rows, num_keys, sees_t, group, first_node, depth, window, RING,
+                held, parents, row, entry, position, num_rows, num_keys, group, first_node, depth, window
             )  # fmt: skip
     if WHOLE:
         write_rows(out, lse, b, head, row, d, high, total, acc, num_rows, heads, group, D)
@@ -137,7 +125,7 @@ class Nodes(NamedTuple):
     root's stand in it."""
 
     held: Tensor
-    """The position of what each entry of the ring holds, int64 [B, S] (see `DraftCache`)."""
+    """The position of what each entry of the ring holds, int64 [B, S]."""
     window: int
     """Entries of the ring; behind them stand the tree's nodes."""
     lengths: Tensor
@@ -149,19 +137,15 @@ class Nodes(NamedTuple):
     depth: int
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | Nodes) -> tuple[Tensor, Tensor]:
-    """Queries q [B, T, H, D] over the keys of k, v [B, K, S, D] that `sees`, bool [B, T, S], allows each.
+def masked(q: Tensor, k: Tensor, v: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
+    """Queries q [B, T, H, D] of a tree's nodes over what they see of a ring k, v [B, K, S, D].
 
-    Or over those that nodes of a tree see; what tells that must be older than q and the newest keys (see
-    `longspec.kernels.launch`).
+    What tells what they see must be older than q and the newest keys (see `longspec.kernels.launch`).
     """
     B, T, H, D = q.shape
     K, num_keys = k.shape[1], k.shape[2]
     num_rows = T * H // K
     out, lse = results_like(q)
-    ring = isinstance(sees, Nodes)
-    told = q if isinstance(sees, Nodes) else sees.contiguous().view(torch.uint8)
-    nodes = sees if isinstance(sees, Nodes) else Nodes(q, 0, q, q, 0, 0)
     block = 16 if q.dtype == torch.float32 else 128 if D <= 128 else 64
     grid = (triton.cdiv(num_rows, MERGE_ROWS), B * K)
     share, num_splits = choose_share(grid[0] * grid[1], num_keys, block, q.device)
@@ -169,11 +153,10 @@ def masked(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | Nodes) -> tuple[Tenso
     part_out, part_lse = parts_like(q, 0 if whole else num_splits)
     shape = {"D": D, "BLOCK_R": MERGE_ROWS, "num_warps": 4, **overlap(q.device)}
     _masked_kernel[(*grid, num_splits)](
-        q, k, v, told, nodes.held, nodes.lengths, nodes.parents, part_out, part_lse, out, lse,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T * num_keys, num_keys, nodes.parents.stride(0),
+        q, k, v, nodes.held, nodes.lengths, nodes.parents, part_out, part_lse, out, lse,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], nodes.held.stride(0), nodes.parents.stride(0),
         num_rows, num_keys, share, K, H // K, nodes.first, nodes.depth, nodes.window, score_scale(D),
-        BLOCK_D=padded(D), BLOCK_S=block, RING=ring, WHOLE=whole, PRECISION=precision(q.dtype), num_stages=2,
-        **shape,
+        BLOCK_D=padded(D), BLOCK_S=block, WHOLE=whole, PRECISION=precision(q.dtype), num_stages=2, **shape,
     )  # fmt: skip
     if not whole:
         piece, parts = choose_slice(num_rows, grid[0] * grid[1], q.device)

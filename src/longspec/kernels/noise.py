@@ -41,24 +41,29 @@ def gumbel(seed, position, token) -> tl.tensor:
 @launched
 @triton.jit(do_not_specialize=["ahead"])
 def _noise_kernel(
-    seeds, positions, tokens, out, size, ahead, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+    seeds, positions, tokens, temperature, out, size, ahead, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     await_turn(OVERLAP)
     row, further = tl.program_id(1).to(tl.int64), tl.program_id(2)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(tokens + i, mask=i < size, other=0)
-    seed, position = tl.load(seeds + row + i * 0), tl.load(positions + row + i * 0)
-    value = gumbel(seed, position + ahead + further, token).to(tl.float32)
+    value = tl.zeros([BLOCK], tl.float32)
+    if tl.load(temperature + row) > 0:
+        token = tl.load(tokens + i, mask=i < size, other=0)
+        seed, position = tl.load(seeds + row + i * 0), tl.load(positions + row + i * 0)
+        value = gumbel(seed, position + ahead + further, token).to(tl.float32)
     tl.store(out + (further * tl.num_programs(1) + row) * size + i, value, mask=i < size)
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, tokens: Tensor, ahead: int = 0, count: int = 1) -> Tensor:
+def gumbel_noise(
+    seeds: Tensor, positions: Tensor, tokens: Tensor, temperature: Tensor, ahead: int = 0, count: int = 1
+) -> Tensor:
     """Gumbel noise, fp32 [count, R, V], for the token ids [V] at seeds and at `count` positions, the first
-    of them `ahead` of those given; all int64, seeds and positions [R]."""
+    of them `ahead` of those given; all int64, seeds and positions [R]. Rows at temperature 0, of fp32 [R],
+    get 0."""
     (R,), (V,) = seeds.shape, tokens.shape
     out = torch.empty(count, R, V, dtype=torch.float32, device=seeds.device)
     _noise_kernel[(triton.cdiv(V, _BLOCK), R, count)](
-        seeds.contiguous(), positions.contiguous(), tokens.contiguous(), out, V, ahead,
-        BLOCK=_BLOCK, **overlap(seeds.device),
+        seeds.contiguous(), positions.contiguous(), tokens.contiguous(), temperature.contiguous(), out, V,
+        ahead, BLOCK=_BLOCK, **overlap(seeds.device),
     )  # fmt: skip
     return out

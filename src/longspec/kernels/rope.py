@@ -71,14 +71,17 @@ def rope_write(
     values: Tensor,
     norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """Rotated queries [B, T, H, D]; keys and values go into `keys` and `values` [B, K, S, D].
+    """Rotated queries [B, T, H, D]; keys and values go into `keys` and `values`: a draft's ring
+    [B, K, S, D], or pages [K, S, D], whose places in S are the same for all rows.
 
     qkv [B, T, (H + 2 K) D] is the projection; table [2, capacity, D] is `RopeTable.table`; positions and
-    entries, int64 [B, T], say where each token stands in the text and in the cache; they must be older than
+    entries, int64 [B, T], say where each token stands in the text and in S; they must be older than
     qkv (see `longspec.kernels.launch`). `norm` is the weights [D] of the queries' and the keys' RMSNorm and
     its eps.
     """
     B, T, width = qkv.shape
+    # A stride of 0 over rows: pages are not divided by rows.
+    keys, values = (part if part.ndim == 4 else part.expand(B, -1, -1, -1) for part in (keys, values))
     K, D = keys.shape[1], keys.shape[3]
     H = width // D - 2 * K
     qkv = qkv.contiguous()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
@@ -10,27 +12,82 @@ from torch import Tensor
 from longspec.kernels.launch import await_turn, launched, overlap
 
 
+class SettledRows(Protocol):
+    """What the device knows of B rows, and a round changes. A row moves if it is running and active."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """Of the prefix, int64 [B]; the root stands right behind it in the text."""
+
+    @property
+    def limits(self) -> Tensor:
+        """The length of text at which a row ends, int64 [B]."""
+
+    @property
+    def eos_ids(self) -> Tensor:
+        """The tokens that end a row, int64 [B, E], padded with -1; E is a power of two."""
+
+    @property
+    def running(self) -> Tensor:
+        """Whether the row has not ended, bool [B]."""
+
+    @property
+    def active(self) -> Tensor:
+        """Whether the row takes part in this round, bool [B]."""
+
+    @property
+    def num_unread(self) -> Tensor:
+        """By the last round in which the row moved, int64 [B]."""
+
+    @property
+    def report(self) -> Tensor:
+        """For the host, int64 [B, 1 + width] or more: how many tokens this round emitted, 0 for a row that
+        did not move, and the tokens."""
+
+    @property
+    def feature(self) -> Tensor:
+        """The target's state at the last kept node, [B, hidden]."""
+
+    @property
+    def text(self) -> Tensor:
+        """All tokens of a row, int64 [B, S']."""
+
+    @property
+    def seen(self) -> Tensor | None:
+        """Which tokens occurred in the text, bool [B, V]."""
+
+
 @launched
-@triton.jit(do_not_specialize=["num_nodes", "width", "num_ends", "hidden_size"])
+@triton.jit(
+    do_not_specialize=[
+        "num_nodes", "width", "hidden_size", "eos_b", "report_b", "feature_b", "text_b", "seen_b"
+    ]
+)  # fmt: skip
 def _settle_kernel(
-    tokens, parents, choices, hidden, running, lengths, limits, ends,
-    path, num_kept, before, emitted, num_emitted, report, feature,
-    num_nodes, width, num_ends, hidden_size,
-    NODES: tl.constexpr, WIDTH: tl.constexpr, ENDS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    tokens, parents, choices, hidden, lengths, limits, eos_ids, running, active, num_unread, report, feature,
+    text, seen, path, num_kept, before,
+    num_nodes, width, hidden_size, eos_b, report_b, feature_b, text_b, seen_b,
+    NODES: tl.constexpr, WIDTH: tl.constexpr, NUM_EOS: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr,
+    ACCUMULATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     await_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    node, step = tl.arange(0, NODES), tl.arange(0, WIDTH)
-    tokens += row * num_nodes
-    choices += row * num_nodes
-    token = tl.load(tokens + node, mask=node < num_nodes, other=-1)
-    parent = tl.load(parents + row * num_nodes + node, mask=node < num_nodes, other=-1)
-    runs = tl.load(running + row) != 0
-    root = tl.load(tokens)
+    old, step = tl.load(lengths + row), tl.arange(0, WIDTH)
+    moves = (tl.load(running + row) != 0) & (tl.load(active + row) != 0)
+    tl.store(before + row, old)
+    if not moves:
+        tl.store(path + row * width + step, tl.zeros([WIDTH], tl.int64), mask=step < width)
+        tl.store(num_kept + row, old * 0)
+        tl.store(report + row * report_b, old * 0)
+        return
 
+    node = tl.arange(0, NODES)
+    choices += row * num_nodes
+    token = tl.load(tokens + row * num_nodes + node, mask=node < num_nodes, other=-1)
+    parent = tl.load(parents + row * num_nodes + node, mask=node < num_nodes, other=-1)
     here = tl.zeros([], tl.int32)
-    moving = here == 0
-    count = tl.zeros([], tl.int64)
+    goes_on = here == 0
+    total = tl.full([], 1, tl.int64)
     nodes = tl.zeros([WIDTH], tl.int32)
     said = tl.zeros([WIDTH], tl.int64) + tl.load(choices)
     for depth in tl.range(1, width):
@@ -38,39 +95,37 @@ def _settle_kernel(
         # The root is nobody's child.
         matches = (parent == here) & (token == choice) & (node > 0) & (node < num_nodes)
         child = tl.min(tl.where(matches, node, NODES), 0)
-        moving = moving & (child < NODES)
-        here = tl.where(moving, child, here)
-        count += moving.to(tl.int64)
+        goes_on = goes_on & (child < NODES)
+        here = tl.where(goes_on, child, here)
+        total += goes_on.to(tl.int64)
         nodes = tl.where(step == depth, here, nodes)
-        # The target's own choice at the last node that was kept stands behind it, and then again and again.
+        # The target's own choice at the last kept node follows it, and fills up what is left.
         said = tl.where(step >= depth, tl.load(choices + here), said)
 
-    kept = step < width
-    tl.store(path + row * width + step, nodes.to(tl.int64), mask=kept)
-    tl.store(num_kept + row, tl.where(runs, count + 1, 0))
-    said = tl.where(runs | (step > 0), said, root)
-    total = tl.where(runs, count + 1, 1)
-    tl.store(emitted + row * width + step, said, mask=kept)
-    tl.store(num_emitted + row, total)
-    tl.store(report + row * (width + 1) + 1 + step, said, mask=kept)
-    tl.store(report + row * (width + 1), tl.where(runs, total, 0))
+    tl.store(path + row * width + step, nodes.to(tl.int64), mask=step < width)
+    tl.store(num_kept + row, total)
+    unread = total
+    if ACCUMULATE:
+        unread += tl.load(num_unread + row)
+    tl.store(num_unread + row, unread)
+    tl.store(report + row * report_b + 1 + step, said, mask=step < width)
+    tl.store(report + row * report_b, total)
+    emitted, limit = step < total, tl.load(limits + row)
+    tl.store(text + row * text_b + old + 1 + step, said, mask=emitted & (old + 1 + step < limit))
+    if SEEN:
+        tl.store(seen + row * seen_b + said, tl.full([WIDTH], 1, tl.uint8), mask=emitted)
 
-    end = tl.load(ends + tl.arange(0, ENDS), mask=tl.arange(0, ENDS) < num_ends, other=-1)
-    hits = (
-        (said[:, None] == end[None, :]) & (step < total)[:, None] & (tl.arange(0, ENDS) < num_ends)[None, :]
-    )
-    old, limit = tl.load(lengths + row), tl.load(limits + row)
-    length = old + tl.where(runs, count + 1, 0)
+    eos = tl.load(eos_ids + row * eos_b + tl.arange(0, NUM_EOS))
+    hits = (said[:, None] == eos[None, :]) & emitted[:, None]
+    length = old + total
     ended = (tl.sum(tl.sum(hits.to(tl.int32), 1), 0) > 0) | (length + 1 >= limit)
-    tl.store(before + row, old)
     # A round may run past a row's limit; there is room for its nodes only behind the limit itself.
     tl.store(lengths + row, tl.minimum(length, limit - 1))
-    tl.store(running + row, tl.where(ended, 0, runs.to(tl.int8)).to(tl.int8))
-    if runs:
-        for first in tl.range(0, hidden_size, BLOCK):
-            i = first + tl.arange(0, BLOCK)
-            state = tl.load(hidden + (row * num_nodes + here) * hidden_size + i, mask=i < hidden_size)
-            tl.store(feature + row * hidden_size + i, state, mask=i < hidden_size)
+    tl.store(running + row, tl.where(ended, 0, 1).to(tl.uint8))
+    for first in tl.range(0, hidden_size, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        state = tl.load(hidden + (row * num_nodes + here) * hidden_size + i, mask=i < hidden_size)
+        tl.store(feature + row * feature_b + i, state, mask=i < hidden_size)
 
 
 def settle_round(
@@ -78,34 +133,36 @@ def settle_round(
     parents: Tensor,
     choices: Tensor,
     hidden: Tensor,
-    lengths: Tensor,
-    limits: Tensor,
-    ends: Tensor,
-    running: Tensor,
-    emitted: Tensor,
-    num_emitted: Tensor,
-    report: Tensor,
-    feature: Tensor,
+    rows: SettledRows,
+    width: int,
+    accumulate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walk from the root to the last node that the target would have said, and note what follows from it.
 
-    Returns the nodes from the root on, int64 [B, P], the last one repeated; how many of them are to be
-    kept, the root among them, int64 [B]: none in a row that stands still; and the lengths of before.
+    Returns the nodes from the root on, int64 [B, width], the last one repeated; how many of them are to be
+    kept, the root among them, int64 [B]: none in a row that does not move; and the lengths of before.
 
-    tokens, parents and the target's choices are int64 [B, N], hidden its states [B, N, E], lengths and
-    limits int64 [B], ends int64 [n]. Changed in place: the lengths, running bool [B], emitted int64 [B, P]
-    and num_emitted [B] (see `DecodeState`), report [B, 1 + P] (see `Board`), feature [B, E].
-    The walk goes P - 1 nodes below the root at most.
+    tokens, parents and the target's choices are int64 [B, N], hidden its states [B, N, hidden]. A round emits
+    `width` tokens at most, so the walk goes width - 1 nodes below the root at most. What is emitted behind
+    the root goes into the text (up to the row's limit), into `seen` and into the report. With `accumulate` the
+    draft has not read what was emitted before either.
     """
     B, N = tokens.shape
-    width, hidden_size = emitted.shape[1], hidden.shape[2]
-    path, num_kept, before = (torch.empty_like(x) for x in (emitted, num_emitted, lengths))
+    hidden_size, num_eos = hidden.shape[2], rows.eos_ids.shape[1]
+    assert num_eos & (num_eos - 1) == 0, f"there is room for {num_eos} eos ids; it must be a power of two"
+    assert rows.report.shape[1] > width
+    path = torch.empty(B, width, dtype=torch.int64, device=tokens.device)
+    num_kept, before = torch.empty(2, B, dtype=torch.int64, device=tokens.device).unbind(0)
+    seen = None if rows.seen is None else rows.seen.view(torch.uint8)
     _settle_kernel[(B,)](
         tokens.contiguous(), parents.contiguous(), choices.contiguous(), hidden.contiguous(),
-        running.view(torch.int8), lengths, limits, ends,
-        path, num_kept, before, emitted, num_emitted, report, feature, N, width, ends.shape[0], hidden_size,
-        NODES=triton.next_power_of_2(N), WIDTH=triton.next_power_of_2(width),
-        ENDS=triton.next_power_of_2(ends.shape[0]), BLOCK=min(1024, triton.next_power_of_2(hidden_size)),
-        **overlap(tokens.device),
+        rows.lengths, rows.limits, rows.eos_ids, rows.running.view(torch.uint8),
+        rows.active.view(torch.uint8), rows.num_unread, rows.report, rows.feature, rows.text,
+        rows.text if seen is None else seen, path, num_kept, before, N, width, hidden_size,
+        rows.eos_ids.stride(0), rows.report.stride(0), rows.feature.stride(0), rows.text.stride(0),
+        0 if seen is None else seen.stride(0),
+        NODES=triton.next_power_of_2(N), WIDTH=triton.next_power_of_2(width), NUM_EOS=num_eos,
+        SEEN=seen is not None, BLOCK=min(1024, triton.next_power_of_2(hidden_size)),
+        ACCUMULATE=accumulate, **overlap(tokens.device),
     )  # fmt: skip
     return path, num_kept, before

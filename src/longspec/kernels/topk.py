@@ -49,10 +49,12 @@ def _best(ordered, index, count, COUNT: tl.constexpr):
 
 @triton.jit
 def _noisy(logits, noise, i, inside, temperature, NOISE: tl.constexpr):
-    """Scores of a node's tokens `i`; -inf outside."""
+    """Scores of a node's tokens `i`; -inf outside. A row at temperature 0 keeps its logits."""
     x = tl.load(logits + i, mask=inside, other=-float("inf"))
     if NOISE:
-        x = tl.div_rn(x, temperature) + tl.load(noise + i, mask=inside, other=0.0)
+        degrees = tl.load(temperature)
+        if degrees > 0:
+            x = tl.div_rn(x, degrees) + tl.load(noise + i, mask=inside, other=0.0)
     return tl.where(x == x, x, -float("inf"))  # nan: nonsense, but the order must hold
 
 
@@ -66,7 +68,8 @@ def _chunk_kernel(
     await_turn(OVERLAP)
     node, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
     i = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    x = _noisy(logits + node * size, noise + node // num_nodes * size, i, i < size, temperature, NOISE)
+    row = node // num_nodes
+    x = _noisy(logits + node * size, noise + row * size, i, i < size, temperature + row, NOISE)
     high = tl.max(x, 1)
     base = tl.where(high == -float("inf"), 0.0, high)
     place = node * num_chunks + chunk
@@ -97,7 +100,7 @@ def _node_kernel(
     best, index = _best(tl.where(real, _ordered(high), _REMOVED), chunk, tl.minimum(count, num_chunks), COUNT)
     i = index[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     inside = (best != _REMOVED)[:, None] & (i < size)
-    x = _noisy(logits + node * size, noise + row * size, i, inside, temperature, NOISE)
+    x = _noisy(logits + node * size, noise + row * size, i, inside, temperature + row, NOISE)
     peak = tl.max(high, 0)
     base = tl.where(peak == -float("inf"), 0.0, peak)
     lse = base + tl.log(tl.sum(total * tl.exp(high - base), 0))
@@ -136,15 +139,16 @@ def best_children(
     tree: Levels,
     level: range,
     width: int,
-    temperature: float = 1.0,
+    temperature: Tensor | None = None,
     noise: Tensor | None = None,
     token_ids: Tensor | None = None,
 ) -> None:
     """Put the `width` best children of a tree's last level behind it, best first, by their scores.
 
     logits fp32 [B, n, V] are those of the nodes in `level`. A child's score is its node's plus its
-    log-probability: of the logits or, where `noise` [B, V] is given, of logits / temperature + noise. Its
-    token is its index in the vocabulary, or what token_ids [V] has there. There must be that many.
+    log-probability: of the logits or, where `noise` [B, V] and `temperature` [B], both fp32, are given, of
+    logits / temperature + noise; a row at temperature 0 keeps its logits. Its token is its index in the
+    vocabulary, or what token_ids [V] has there. There must be that many.
     """
     B, n, V = logits.shape
     logits = logits.contiguous()
@@ -155,16 +159,18 @@ def best_children(
     device = logits.device
     highs, sums = torch.empty(2, B * n, num_chunks, dtype=torch.float32, device=device).unbind(0)
     noisy = {"CHUNK": chunk, "NOISE": noise is not None, **overlap(device)}
-    given = (logits, logits if noise is None else noise)
+    assert noise is None or temperature is not None, "noise needs the temperature"
+    given = (logits, logits if noise is None else noise.contiguous())
+    degrees = logits if temperature is None else temperature
     _chunk_kernel[(triton.cdiv(num_chunks, _CHUNKS), B * n)](
-        *given, highs, sums, V, n, num_chunks, temperature, CHUNKS=_CHUNKS, num_warps=4, **noisy
+        *given, highs, sums, V, n, num_chunks, degrees, CHUNKS=_CHUNKS, num_warps=4, **noisy
     )  # fmt: skip
     tokens, parents, scores = (part[:, level.stop :] for part in tree)
     node_scores = torch.empty(B, n * count, dtype=torch.float32, device=device)
     node_tokens = torch.empty(B, n * count, dtype=torch.int32, device=device)
     _node_kernel[(B * n,)](
         *given, highs, sums, tree[2][:, level.start :], node_scores, node_tokens,
-        V, count, n, num_chunks, scores.stride(0), temperature,
+        V, count, n, num_chunks, scores.stride(0), degrees,
         CHUNKS=triton.next_power_of_2(num_chunks), COUNT=triton.next_power_of_2(count),
         num_warps=1 if num_chunks <= _FEW else 4, **noisy,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.launch import await_turn, launched, overlap
+from longspec.kernels.pages import check_tables, place_of
 
 _ROWS = 16
 
@@ -19,10 +20,10 @@ Levels = tuple[Tensor, Tensor, Tensor]
 
 
 @launched
-@triton.jit(do_not_specialize=["num_nodes", "depth"])
+@triton.jit(do_not_specialize=["num_nodes", "depth", "tables_b"])
 def _sees_kernel(
-    parents, lengths, sees, positions, entries, num_nodes, depth,
-    NODES: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+    parents, lengths, tables, sees, positions, entries, num_nodes, depth, tables_b,
+    PAGE: tl.constexpr, NODES: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     await_turn(OVERLAP)
     b = tl.program_id(1).to(tl.int64)
@@ -38,74 +39,115 @@ def _sees_kernel(
     tl.store(sees + place, found.to(tl.int8), mask=real[:, None] & (other < num_nodes)[None, :])
     length = tl.load(lengths + b)
     tl.store(positions + b * num_nodes + node, length + tl.sum(found.to(tl.int64), 1) - 1, mask=real)
-    tl.store(entries + b * num_nodes + node, length + node, mask=real)
+    place = place_of(tables + b * tables_b, length + node, real, PAGE)
+    tl.store(entries + b * num_nodes + node, place, mask=real)
 
 
-def tree_sees(parents: Tensor, depth: int, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each node with its ancestors, bool [B, N, N]; where it stands in the text and in the cache, int64
+def tree_sees(
+    parents: Tensor, depth: int, lengths: Tensor, tables: Tensor, page: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each node with its ancestors, bool [B, N, N]; where it stands in the text and in the pages of KV, int64
     [B, N] each.
 
-    parents [B, N] are those of a tree that is at most `depth` deep and follows a prefix of lengths [B].
+    parents [B, N] are those of a tree that is at most `depth` deep and follows a prefix of lengths [B], whose
+    entry lengths + n is node n's. tables are int32 [B, M] (see `longspec.kernels.pages`).
     """
+    check_tables(tables, page)
     B, N = parents.shape
     sees = torch.empty(B, N, N, dtype=torch.bool, device=parents.device)
     positions, entries = torch.empty(2, B, N, dtype=torch.int64, device=parents.device).unbind(0)
     _sees_kernel[(triton.cdiv(N, _ROWS), B)](
-        parents.contiguous(), lengths, sees.view(torch.int8), positions, entries, N, depth,
-        NODES=max(_ROWS, triton.next_power_of_2(N)), ROWS=_ROWS, **overlap(parents.device),
+        parents.contiguous(), lengths, tables, sees.view(torch.int8), positions, entries, N, depth,
+        tables.stride(0), PAGE=page, NODES=max(_ROWS, triton.next_power_of_2(N)), ROWS=_ROWS,
+        **overlap(parents.device),
     )  # fmt: skip
     return sees, positions, entries
 
 
 @launched
-@triton.jit(do_not_specialize=["width", "window", "num_entries", "num_nodes", "text_b"])
+@triton.jit(do_not_specialize=["width", "window", "num_entries", "num_nodes", "text_b", "held_b"])
 def _claim_kernel(
-    tokens, num_new, lengths, held, newest, positions, entries, roots, parents, scores, text,
-    width, window, num_entries, num_nodes, text_b, WIDTH: tl.constexpr, TEXT: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    text, num_new, lengths, held, newest, positions, entries, roots, parents, scores,
+    width, window, num_entries, num_nodes, text_b, held_b, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     await_turn(OVERLAP)
     b, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     count, length = tl.load(num_new + b), tl.load(lengths + b)
-    tl.store(roots + b * num_nodes, tl.load(tokens + b * width + count - 1))
+    text += b * text_b
+    tl.store(roots + b * num_nodes, tl.load(text + length))
     tl.store(parents + b * num_nodes, count * 0)
     tl.store(scores + b * num_nodes, 0.0)
     inside, wanted = i < width, i < count
-    token = tl.load(tokens + b * width + tl.maximum(count - 1 - i, 0), mask=inside)
     position = tl.maximum(length - i, 0)
     entry = tl.where(wanted, position % window, num_entries - 1)
-    tl.store(newest + b * width + i, token, mask=inside)
+    tl.store(newest + b * width + i, tl.load(text + position, mask=inside, other=0), mask=inside)
     tl.store(positions + b * width + i, position, mask=inside)
     tl.store(entries + b * width + i, entry, mask=inside)
-    tl.store(held + b * num_entries + entry, position, mask=wanted & inside)
-    if TEXT:
-        tl.store(text + b * text_b + position, token, mask=wanted & inside)
+    tl.store(held + b * held_b + entry, position, mask=wanted & inside)
 
 
 def claim_newest(
-    tokens: Tensor,
+    text: Tensor,
     num_new: Tensor,
     lengths: Tensor,
     held: Tensor,
     window: int,
     tree: Levels,
-    text: Tensor | None = None,
+    width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The newest tokens, the root first and then backwards, and where they stand in the text and in the
-    draft's ring, int64 [B, W] each.
+    """A row's newest `width` tokens, the root first and then backwards, and where they stand in the text and
+    in the draft's ring, int64 [B, width] each.
 
-    Of a row's tokens [B, W] the first num_new [B] count, the last of which is the root: it stands at
-    lengths [B], and the tree begins with it. `held` [B, S], the position of what each entry of the ring holds
-    (see `DraftCache`), learns of them, and so does a text [B, S]; the others go where nobody looks.
+    The root is text[b, lengths[b]], of int64 [B, S'] and [B], and the tree begins with it. Of the tokens the
+    first num_new [B], at least 1, are new to the ring, and `held` [B, entries], the position of what each
+    entry of the ring holds, learns of them; the last entry is the dump entry of the others.
     """
-    (B, S), width = held.shape, tokens.shape[1]
-    newest, positions, entries = torch.empty(3, B, width, dtype=torch.int64, device=held.device).unbind(0)
+    (B, num_entries), device = held.shape, held.device
+    newest, positions, entries = torch.empty(3, B, width, dtype=torch.int64, device=device).unbind(0)
     _claim_kernel[(B,)](
-        tokens, num_new, lengths, held, newest, positions, entries, *tree, tokens if text is None else text,
-        width, window, S, tree[0].shape[1], 0 if text is None else text.stride(0),
-        WIDTH=triton.next_power_of_2(width), TEXT=text is not None, **overlap(held.device),
+        text, num_new, lengths, held, newest, positions, entries, *tree,
+        width, window, num_entries, tree[0].shape[1], text.stride(0), held.stride(0),
+        WIDTH=triton.next_power_of_2(width), **overlap(device),
     )  # fmt: skip
     return newest, positions, entries
+
+
+@launched
+@triton.jit(do_not_specialize=["size", "capacity", "text_b", "tables_b"])
+def _segment_kernel(
+    starts, counts, slots, tables, text, tokens, positions, entries, size, capacity, text_b, tables_b,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    await_turn(OVERLAP)
+    segment, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    slot, count = tl.load(slots + segment), tl.load(counts + segment)
+    position, inside = tl.load(starts + segment) + i, i < size
+    token = tl.load(text + slot * text_b + position, mask=inside & (i < count), other=0)
+    tl.store(tokens + segment * size + i, token, mask=inside)
+    tl.store(positions + segment * size + i, position, mask=inside)
+    # What is behind the table goes to the dump page.
+    place = place_of(tables + slot * tables_b, position, inside & (position < capacity), PAGE)
+    tl.store(entries + segment * size + i, place, mask=inside)
+
+
+def segment_places(
+    starts: Tensor, counts: Tensor, slots: Tensor, tables: Tensor, text: Tensor, page: int, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For prefill in segments: the tokens of each, and where they stand in the text and in the pages of KV,
+    int64 [n, size] each.
+
+    Segment s, of starts, counts and slots int64 [n], takes the `size` tokens of text[slots[s]] from
+    starts[s] on; the first counts[s] are real, and those behind are 0. The rope table must have all of the
+    positions.
+    """
+    check_tables(tables, page)
+    (n,), device = starts.shape, text.device
+    tokens, positions, entries = torch.empty(3, n, size, dtype=torch.int64, device=device).unbind(0)
+    _segment_kernel[(n,)](
+        starts, counts, slots, tables, text, tokens, positions, entries, size, tables.shape[1] * page,
+        text.stride(0), tables.stride(0), PAGE=page, BLOCK=triton.next_power_of_2(size), **overlap(device),
+    )  # fmt: skip
+    return tokens, positions, entries
 
 
 @launched

@@ -16,20 +16,37 @@ from torch import Tensor, nn
 from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError
 from longspec.models.int8 import Int8Linear
-from longspec.models.layers import FeedForward, Linear, PackedLinear, RMSNorm, scores
+from longspec.models.layers import (
+    FeedForward,
+    Linear,
+    Ops,
+    PackedLinear,
+    Reader,
+    RMSNorm,
+    Rope,
+    Stream,
+    scores,
+)
 from longspec.models.rope import rotate
 from longspec.models.target import Transformer
 
 
-class DraftAttention(Protocol):
-    """Where the draft's queries look. Decoding and training bring their own."""
+class DraftPass(Protocol):
+    """Where the draft's queries look. Decoding, plain or fused, and training bring their own."""
 
-    def attend_self(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend to the draft's own window, to which the keys and values [B, T, K, D] given are new."""
+    @property
+    def ops(self) -> Ops:
+        """What the small work around products is done by."""
         ...
 
-    def attend_cross(self, index: int, q: Tensor) -> Tensor:
-        """Attend to the target's KV of `cross_layers[index]`, as far as the queries' lag allows."""
+    def attend_self(self, qkv: Tensor) -> Tensor:
+        """Attend to the draft's own window, to which the keys and values of the projection [B, T, (H + 2 K)
+        D] are new; returns [B, T, H D]."""
+        ...
+
+    def attend_cross(self, queries: Tensor) -> Tensor:
+        """Attend to the target's KV of all cross layers, as far as the queries' lag allows: queries and
+        result are [B, T, C H D]."""
         ...
 
 
@@ -54,7 +71,7 @@ class GlideDraft(nn.Module):
         self.qkv = Linear(E, num_qkv, config.qkv_bias)
         self.self_output = Linear(target.num_heads * D, E)
         self.feature = Linear(E, E) if config.use_feature else None
-        # In one dimension, as what is no matrix to the optimizer.
+        # 1-D, so that Muon treats it as a vector.
         gates = config.max_lag * E if config.lag_gate else 0
         self.lag_scale = nn.Parameter(torch.ones(gates)) if gates else None
         self.lag_shift = nn.Parameter(torch.zeros(gates)) if gates else None
@@ -126,34 +143,55 @@ class GlideDraft(nn.Module):
             nn.init.normal_(self.lag_scale, 1.0, std, generator=generator)
             nn.init.normal_(self.lag_shift, 0.0, std, generator=generator)
 
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of self-attention for embedded tokens x [B, T, E]."""
-        heads = self.qkv(self.self_norm(x)).view(*x.shape[:2], -1, self.head_dim)
+    def heads(self, qkv: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, H, D], keys and values [B, T, K, D] of self-attention's projection."""
+        heads = qkv.unflatten(-1, (-1, self.head_dim))
         qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), 2)
         q, k = rotate(qk, *rope).split((self.num_heads, self.num_kv_heads), 2)
         return q, k, v
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        attention: DraftAttention,
-        feature: Tensor | None = None,
-        lags: Tensor | None = None,
-    ) -> Tensor:
-        """Hidden states [B, T, E] for the head, of embedded tokens x [B, T, E].
+    def forward(self, x: Tensor, feature: Tensor | None, lags: Tensor | None, run: DraftPass) -> Tensor:
+        """Hidden states [B, T, E] of embedded tokens x [B, T, E], plain, as training asks for them.
 
         `feature` [B, T or 1, E] is the target's final hidden state at each query's newest verified token,
         which stands `lags`, int64 [B] or [1], before it.
         """
-        out = attention.attend_self(*self.project(x, rope))
-        x, queries = self.query(x, out, rope, self.project_feature(feature, lags))
-        outs = [attention.attend_cross(index, q) for index, q in enumerate(queries.split(self.num_heads, 2))]
-        return self.finish(x, outs)
+        added = self.project_feature(feature, lags)
+        return self.read(x, x if added is None else x + added, run)
+
+    def read(self, x: Stream, stream: Stream, run: DraftPass) -> Tensor:
+        """Hidden states [B, T, E] for the head.
+
+        x is the embedded tokens, all of which get keys and values; `stream` is the same with what the
+        target's hidden state adds (`project_feature`), of those tokens whose hidden states are asked for.
+        """
+        out = run.attend_self(self.enter(x, run.ops))
+        queries, stream = self.query(stream, out, run.ops)
+        return self.finish(stream, run.attend_cross(queries), run.ops)
+
+    def enter(self, x: Stream, ops: Ops) -> Tensor:
+        """What comes before self-attention: its projection."""
+        return ops.normed_linear(self.reader, x)[0]
+
+    def query(self, stream: Stream, out: Tensor, ops: Ops) -> tuple[Tensor, Stream]:
+        """From self-attention's result to the queries of cross-attention, [B, T, C H D]."""
+        cross = (self.cross_norm, self.cross_q)
+        return ops.normed_linear(cross, ops.add_linear(self.self_output, out, stream, cross))
+
+    def finish(self, stream: Stream, out: Tensor, ops: Ops) -> Tensor:
+        """From cross-attention's result to what the head reads."""
+        stream = ops.add_linear(self.cross_output, out, stream, (self.ffn_norm, self.ffn.gate_up))
+        return ops.finish(ops.feed_forward(self.ffn, self.ffn_norm, stream, None), self.final_norm)
+
+    @property
+    def reader(self) -> Reader:
+        """What reads the embedded tokens."""
+        return self.self_norm, self.qkv
 
     def project_feature(self, feature: Tensor | None, lags: Tensor | None = None) -> Tensor | None:
         """What the target's hidden state [B, T or 1, E] adds to the stream of queries that lag so far behind
-        it (see `forward`); None where none is used."""
+        it (the newest verified token stands `lags`, int64 [B] or [1], before the
+        query); None where none is used."""
         if self.feature is None:
             return None
         assert feature is not None, "this draft needs the target's hidden state"
@@ -178,25 +216,6 @@ class GlideDraft(nn.Module):
             return None
         shape = (self.config.max_lag, 1, -1)
         return self.lag_scale.view(shape), self.lag_shift.view(shape)
-
-    def query(
-        self, x: Tensor, out: Tensor, rope: tuple[Tensor, Tensor], projected: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """From self-attention's result [B, T, H, D] to the queries of cross-attention, all layers' heads.
-
-        `projected` is what `project_feature` gives.
-        """
-        x = x + self.self_output(out.flatten(2))
-        if projected is not None:
-            x = x + projected
-        queries = self.cross_q(self.cross_norm(x)).unflatten(-1, (-1, self.head_dim))
-        return x, rotate(queries, *rope)
-
-    def finish(self, x: Tensor, outs: list[Tensor]) -> Tensor:
-        """From cross-attention's results to what the head reads."""
-        x = x + self.cross_output(torch.cat(outs, 2).flatten(2))
-        x = x + self.ffn(self.ffn_norm(x))
-        return x if self.final_norm is None else self.final_norm(x)
 
 
 class DraftHead(nn.Module):

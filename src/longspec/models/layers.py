@@ -2,54 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspec.attention import Attention, AttentionPlan
-from longspec.cache import KVCache, Slots
 from longspec.config import ModelConfig
-from longspec.models.rope import RopeTable, rotate
+from longspec.models.rope import rotate
+
+
+Stream = Any
+"""The residual stream between two products, in the form that the `Ops` at work give it."""
 
 
 class ForwardPass(Protocol):
-    """What all layers of one forward pass share. Decoding and training bring their own."""
+    """What all layers of one forward pass share. Decoding, plain or fused, and training bring their own."""
 
     @property
-    def rope(self) -> tuple[Tensor, Tensor]:
-        """cos and sin of the tokens' positions."""
+    def ops(self) -> Ops:
+        """What the small work around products is done by."""
         ...
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend with queries [B, T, H, D]; the keys and values [B, T, K, D] are those of the same tokens."""
+    def attend(self, module: SelfAttention, qkv: Tensor) -> Tensor:
+        """Attend by a layer's projection [B, T, (H + 2 K) D] of the new tokens; returns [B, T, H D]."""
         ...
-
-
-@dataclass(frozen=True)
-class CachedPass:
-    """A pass over tokens that follow what is in a cache, and join it."""
-
-    cache: KVCache
-    slots: Slots
-    """Where the new tokens' keys and values go."""
-    positions: Tensor
-    table: RopeTable
-    attention: Attention
-    plan: AttentionPlan
-
-    @cached_property
-    def rope(self) -> tuple[Tensor, Tensor]:
-        """See `ForwardPass.rope`."""
-        return self.table(self.positions)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write the new keys and values past the prefix, then attend to the prefix and to them."""
-        self.cache.write(layer, self.slots, k, v)
-        return self.attention.attend(q, *self.cache.layer(layer), self.plan)[0]
 
 
 class RMSNorm(nn.Module):
@@ -66,13 +43,35 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A matrix, and a bias where the family has one; not filled until weights are loaded or drawn."""
+    """A matrix, and a bias where the family has one; not filled until weights are loaded or drawn.
+
+    A linear owns its product: called, it takes any number of rows; `few_rows` is for few of them on a GPU,
+    with the small work around the product in the same launch.
+    """
 
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
         super().__init__(num_in, num_out, bias)
 
     def reset_parameters(self) -> None:
         """Nothing: torch would fill what is about to be replaced."""
+
+    def covers(self, x: Tensor) -> bool:
+        """Whether `few_rows` is for this product."""
+        from longspec.kernels.linear import covers
+
+        return covers(x, self.weight)
+
+    def folds(self, num_rows: int) -> bool:
+        """Whether `few_rows` wants what its norm needs made ahead, by whoever makes the stream."""
+        from longspec.kernels.linear import folds
+
+        return folds(num_rows, self.weight)
+
+    def few_rows(self, x: Any, **around: Any) -> tuple[Any, Any]:
+        """The product of few rows; see `longspec.kernels.linear.few_rows` for what can be around it."""
+        from longspec.kernels.linear import few_rows
+
+        return few_rows(x, self.weight, self.bias, **around)
 
 
 class PackedLinear(nn.Module):
@@ -155,6 +154,12 @@ def scores(head: nn.Module, hidden: Tensor) -> Tensor:
     return torch.cat([F.linear(hidden.float(), part.float()) for part in weight.split(_HEAD_ROWS)], -1)
 
 
+Rope = tuple[Tensor, Tensor]
+"""cos and sin of the tokens' positions."""
+Reader = tuple[RMSNorm, Linear]
+"""A norm of the residual stream, and the projection of what it gives."""
+
+
 class SelfAttention(nn.Module):
     """Grouped-query self-attention of one layer."""
 
@@ -169,10 +174,9 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else None
 
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, T, H, D], keys and values [B, T, K, D] of x [B, T, E]."""
-        B, T, _ = x.shape
-        heads = self.qkv(x).view(B, T, -1, self.head_dim)
+    def heads(self, qkv: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, H, D], keys and values [B, T, K, D] of a projection [B, T, (H + 2 K) D]."""
+        heads = qkv.unflatten(-1, (-1, self.head_dim))
         qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), 2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split((self.num_heads, self.num_kv_heads), 2)
@@ -205,16 +209,83 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_eps)
         self.ffn = FeedForward(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, run: ForwardPass) -> Tensor:
-        """Return the residual stream after this layer."""
-        out = run.attend(self.attention.layer, *self.enter(x, run.rope))
-        return self.leave(x, out)
+    def forward(self, stream: Stream, run: ForwardPass, following: Reader | None = None) -> Stream:
+        """The residual stream after this layer, for `following` to read."""
+        qkv, stream = self.enter(stream, run.ops)
+        return self.leave(stream, run.attend(self.attention, qkv), run.ops, following)
 
-    def enter(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """What comes before attention: queries, keys and values."""
-        return self.attention.project(self.attention_norm(x), rope)
+    def enter(self, stream: Stream, ops: Ops) -> tuple[Tensor, Stream]:
+        """What comes before attention: its projection."""
+        return ops.normed_linear(self.reader, stream)
 
-    def leave(self, x: Tensor, out: Tensor) -> Tensor:
-        """What comes behind it, of the attention's result [B, T, H, D]."""
-        x = x + self.attention.output(out.flatten(2))
-        return x + self.ffn(self.ffn_norm(x))
+    def leave(self, stream: Stream, out: Tensor, ops: Ops, following: Reader | None) -> Stream:
+        """What comes behind it."""
+        stream = ops.add_linear(self.attention.output, out, stream, (self.ffn_norm, self.ffn.gate_up))
+        return ops.feed_forward(self.ffn, self.ffn_norm, stream, following)
+
+    @property
+    def reader(self) -> Reader:
+        """What reads the stream first."""
+        return self.attention_norm, self.attention.qkv
+
+
+class Ops(Protocol):
+    """The small work around products: by torch's operations, or fused into our kernels."""
+
+    def embed(
+        self, tokens: Tensor, table: Tensor, added: Tensor | None, following: Reader
+    ) -> tuple[Stream, Stream]:
+        """The rows of table [V, E] that tokens [B, T] name, for `following` to read; and the stream with
+        `added` [B, T or 1, E] on top."""
+        ...
+
+    def normed_linear(self, reader: Reader, stream: Stream) -> tuple[Tensor, Stream]:
+        """The projection of the normed stream, and the stream with nothing lacking."""
+        ...
+
+    def add_linear(self, linear: Linear, x: Tensor, stream: Stream, following: Reader | None) -> Stream:
+        """The stream with the projection of x added to it."""
+        ...
+
+    def feed_forward(
+        self, ffn: FeedForward, norm: RMSNorm, stream: Stream, following: Reader | None
+    ) -> Stream:
+        """The stream behind the feed-forward."""
+        ...
+
+    def finish(self, stream: Stream, norm: RMSNorm | None) -> Tensor:
+        """The stream as a tensor, normed where there is a norm."""
+        ...
+
+
+class PlainOps:
+    """By torch's operations: on any device, and with gradients. The stream is a tensor."""
+
+    def embed(
+        self, tokens: Tensor, table: Tensor, added: Tensor | None, following: Reader
+    ) -> tuple[Stream, Stream]:
+        """See `Ops.embed`."""
+        x = F.embedding(tokens, table)
+        return x, x if added is None else x + added
+
+    def normed_linear(self, reader: Reader, stream: Stream) -> tuple[Tensor, Stream]:
+        """See `Ops.normed_linear`."""
+        norm, linear = reader
+        return linear(norm(stream)), stream
+
+    def add_linear(self, linear: Linear, x: Tensor, stream: Stream, following: Reader | None) -> Stream:
+        """See `Ops.add_linear`."""
+        return stream + linear(x)
+
+    def feed_forward(
+        self, ffn: FeedForward, norm: RMSNorm, stream: Stream, following: Reader | None
+    ) -> Stream:
+        """See `Ops.feed_forward`."""
+        return stream + ffn(norm(stream))
+
+    def finish(self, stream: Stream, norm: RMSNorm | None) -> Tensor:
+        """See `Ops.finish`."""
+        return stream if norm is None else norm(stream)
+
+
+PLAIN = PlainOps()

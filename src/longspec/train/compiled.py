@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from longspec.models.draft import GlideDraft
+from longspec.models.layers import Block
 from longspec.models.target import Transformer
 from longspec.train.losses import Chunk, one_chunk
 
@@ -18,8 +19,10 @@ def compile_layers(target: Transformer, draft: GlideDraft) -> Chunk:
     A part sees its weights as inputs, so that all layers of the target share one compilation.
     """
     for block in target.blocks:
+        assert isinstance(block, Block)
         _compile(block, "enter", "leave")
-    _compile(draft, "project", "query", "finish")
+        _compile(block.attention, "heads")
+    _compile(draft, "enter", "heads", "query", "finish")
     # Chunks differ in size at the end of a batch: sizes are symbols.
     return torch.compile(one_chunk, dynamic=True)
 

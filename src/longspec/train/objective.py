@@ -16,6 +16,8 @@ from torch import Tensor
 
 from longspec.attention.packed import Pieces, attend_packed
 from longspec.models.draft import GlideDraft
+from longspec.models.layers import PLAIN, Ops, Rope, SelfAttention
+from longspec.models.rope import rotate
 from longspec.models.target import Transformer
 from longspec.train.layout import Layout
 from longspec.train.losses import Chunk, head_loss, one_chunk, score
@@ -32,37 +34,46 @@ _PROBES = 256
 class TargetPass:
     """A training pass of the target: every document by itself; the keys and values asked for are kept."""
 
-    rope: tuple[Tensor, Tensor]
+    rope: Rope
     documents: Pieces
     keep: tuple[int, ...]
     whole: Callable[[Tensor], Tensor] = lambda heads: heads
     """Joins the KV heads of all processes where each holds some."""
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    ops: Ops = PLAIN
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, module: SelfAttention, qkv: Tensor) -> Tensor:
         """See `ForwardPass.attend`."""
-        if layer in self.keep:
-            self.kept[layer] = self.whole(k), self.whole(v)
-        return attend_packed(q, k, v, self.documents)
+        q, k, v = module.heads(qkv, self.rope)
+        if module.layer in self.keep:
+            self.kept[module.layer] = self.whole(k), self.whole(v)
+        return attend_packed(q, k, v, self.documents).flatten(2)
 
 
 @dataclass(frozen=True)
-class LaggedAttention:
+class LaggedPass:
     """The draft's attention in training: its own window, and the target's KV as far as the lag allows."""
 
+    draft: GlideDraft
     layout: Layout
-    window: int
+    rope: Rope
     shifted: list[tuple[Tensor, Tensor]]
     """Keys and values [B, T, K, D] of each cross layer; a query's own place holds what it sees last."""
+    ops: Ops = PLAIN
 
-    def attend_self(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `DraftAttention.attend_self`."""
-        return attend_packed(q, k, v, self.layout.own, self.window)
+    def attend_self(self, qkv: Tensor) -> Tensor:
+        """See `DraftPass.attend_self`."""
+        q, k, v = self.draft.heads(qkv, self.rope)
+        return attend_packed(q, k, v, self.layout.own, self.draft.config.window).flatten(2)
 
-    def attend_cross(self, index: int, q: Tensor) -> Tensor:
-        """See `DraftAttention.attend_cross`. A query with nothing to see gets zero."""
-        out = attend_packed(q, *self.shifted[index], self.layout.lagged)
-        return out * self.layout.sees[:, :, None, None]
+    def attend_cross(self, queries: Tensor) -> Tensor:
+        """See `DraftPass.attend_cross`. A query with nothing to see gets zero."""
+        heads = rotate(queries.unflatten(-1, (-1, self.draft.head_dim)), *self.rope)
+        outs = [
+            attend_packed(q, *pair, self.layout.lagged)
+            for q, pair in zip(heads.chunk(len(self.shifted), 2), self.shifted, strict=True)
+        ]
+        return (torch.cat(outs, 2) * self.layout.sees[:, :, None, None]).flatten(2)
 
 
 @dataclass(frozen=True)
@@ -110,10 +121,9 @@ class Objective:
 
         feature = shift(hidden) * layout.sees[:, :, None] if self.draft.config.use_feature else None
         shifted = [(shift(k), shift(v)) for k, v in kv]
-        attention = LaggedAttention(layout, self.draft.config.window, shifted)
+        run = LaggedPass(self.draft, layout, self.target.rope(layout.positions), shifted)
         x = F.embedding(layout.tokens, self.target.embedding)
-        rope = self.target.rope(layout.positions)
-        return (self.run_draft or self.draft)(x, rope, attention, feature, layout.lags)
+        return (self.run_draft or self.draft)(x, feature, layout.lags, run)
 
     def __call__(self, layout: Layout, read: Read | None = None) -> Outcome:
         """The loss of one batch, which the target may have `read` already, for another lag."""

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspec.attention import Attention, AttentionPlan
-from longspec.cache import DraftCache, KVCache
+from longspec.attention import AttentionPlan
+from longspec.cache import DraftRing
 from longspec.decoding.choose import filtered, gumbel
-from longspec.decoding.copied import Text, graft
-from longspec.decoding.loop import DecodeState
+from longspec.decoding.lookup import DOUBT, FADE, LEAST, MOST, find, graft
 from longspec.decoding.rejection import draw_children
+from longspec.decoding.round import Models
+from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree, ancestors
-from longspec.models.draft import ContextHead, DraftHead, GlideDraft
+from longspec.models.draft import GlideDraft
+from longspec.models.draft_passes import FusedDraftPass, PlainDraftPass
 
+# Wider levels are faster by torch's own top-k.
+_WIDEST = 32
 
-@dataclass
-class _Level:
-    """The nodes of one depth."""
-
-    tokens: Tensor
-    parents: Tensor
-    scores: Tensor
-    """Sum of log-probabilities from the root, fp32 [B, n]."""
+Levels = tuple[Tensor, Tensor, Tensor]
+"""Tokens and parents, int64 [B, N], and scores, fp32 [B, N], of a tree that grows level by level. A score is
+the sum of log-probabilities from the root."""
 
 
 class Glide:
@@ -36,217 +33,287 @@ class Glide:
     The best nodes of a whole level are kept by cumulative log-probability. For `rejection` (`draws`) that
     would bias the draw, so each node gets a fixed number of children there, and nothing is pruned.
 
-    With `min_confidence` a chain ends behind the first token to which the draft itself gives less: what
+    With `min_confidence` a plain chain ends behind the first token to which the draft itself gives less: what
     would follow is hardly ever accepted. The doubted token stays, for it is drafted already; and to leave out
     what was drawn because of what it is would bias the draw.
 
-    With `num_copied` a branch of so many tokens at most is copied from the text's own past, see `copied`.
+    With `num_lookup` a branch of so many tokens at most is looked up in the text's own past. `width` is the
+    most tokens that the draft may have to read at a time, where that is more than its own rounds emit.
     """
+
+    drafts = True
 
     def __init__(
         self,
         draft: GlideDraft,
-        head: DraftHead,
         tree_shape: tuple[int, ...],
-        max_nodes: int | None,
-        draws: bool,
-        name: str,
+        max_nodes: int | None = None,
+        draws: bool = False,
+        name: str = "tree",
         min_confidence: float = 0.0,
-        num_copied: int = 0,
+        num_lookup: int = 0,
+        width: int = 0,
     ) -> None:
         assert not min_confidence or max(tree_shape) == 1, "only a chain can end early"
-        self.name = name
+        self.name, self.draws = name, draws
         if draws:
-            tree_shape, max_nodes, num_copied = _drawn_shape(tree_shape), None, 0
+            tree_shape, max_nodes, num_lookup = _drawn_shape(tree_shape), None, 0
         self.tree_shape: tuple[int, ...] | None = tree_shape
-        self._shape = tree_shape
-        self._draft, self._head = draft, head
-        self._words: DraftHead | ContextHead = head
-        self._draws, self._min_confidence = draws, min_confidence
+        self._shape, self._min_confidence = tree_shape, min_confidence
         # No more than the ring takes in at once.
-        self.num_copied = num_copied = min(num_copied, draft.config.window - 1)
-        self._text: Text | None = None
-        whole = sum(tree_shape) + 1 + num_copied
+        self.num_lookup = num_lookup = min(num_lookup, draft.config.window - 1)
+        whole = sum(tree_shape) + 1 + num_lookup
         self._max_nodes = max_nodes or whole
         self.num_nodes = min(self._max_nodes, whole)
         self.max_nodes = self.num_nodes if self.num_nodes < whole else None
-        # A cache has room for the nodes, so no row of emitted tokens may be longer.
-        self.depth = min(max(len(tree_shape), num_copied), self.num_nodes - 1)
-        key = (name, tree_shape, max_nodes, num_copied, id(draft))
-        self.device_key: tuple[Hashable, ...] | None = None if draws or min_confidence else key
-        self._layers = draft.config.layers_of(draft.target_config)
-        self.ring: DraftCache | None = None
+        self.depth = min(max(len(tree_shape), num_lookup), self.num_nodes - 1)
+        self.width = max(width, self.depth + 1)
 
-    def begin(self, state: DecodeState) -> None:
-        """Fill the ring with the last `window` tokens before the root: more than that is never seen."""
-        target, window = state.target, self._draft.config.window
-        if self.ring is None:
-            self.ring = DraftCache.empty(
-                target.config,
-                self._draft.config,
-                len(state.rows),
-                sum(self._shape) + 1,
-                target.device,
-                target.dtype,
-            )
-        self.ring.clear()
-        texts = [row.prompt + row.tokens for row in state.rows]
-        if self.num_copied:
-            if self._text is None:
-                self._text = Text.empty(len(texts), state.cache.capacity, target.device)
-            self._text.fill(texts)
-        if not target.attention.fuses(state.feature):
-            # What was said last comes first: should there be no room for all, it is the likelier.
-            self._words = self._head.in_context(chain.from_iterable(map(reversed, texts)))
-        ends = state.cache.lengths.tolist()
-        tails = [text[:end][-window:] for text, end in zip(texts, ends, strict=True)]
-        most = max(map(len, tails))
-        tokens = torch.tensor([tail + [0] * (most - len(tail)) for tail in tails], device=target.device)
-        counts = torch.tensor([len(tail) for tail in tails], device=target.device)
-        self._append(state, tokens, counts, state.cache.lengths)
-
-    def follow(self, state: DecodeState) -> None:
-        """Bring what the last round emitted into the ring."""
-        self._learn_words(state)
-        self._append(state, state.emitted, state.num_emitted, state.cache.lengths + 1)
-
-    def propose(self, state: DecodeState) -> TokenTree:
+    def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
         """See `Method.propose`."""
-        assert self.ring is not None, "begin comes first"
-        # A chain that may end early asks the host after each token.
-        fused = state.target.attention.fuses(state.target.embedding)
-        if fused and not self._draws and not self._min_confidence:
-            from longspec.decoding.methods.fused_glide import propose_tree
-
-            drafting = (self._draft, self._head)
-            copying = None if self._text is None else (self._text, self.num_copied)
-            return propose_tree(state, drafting, self.ring, self._shape, self._max_nodes, copying)
-        self.follow(state)
-        B = len(state.rows)
-        zero = torch.zeros(B, 1, dtype=torch.int64, device=state.roots.device)
-        levels = [_Level(state.roots[:, None], zero, zero.float())]
-        plan = state.target.attention.plan(state.cache.lengths, 1)
-        proposals: list[Tensor] = []
-        sure = [not row.finished for row in state.rows]
-        for depth in range(len(self._shape)):
-            logits = self._words(self._forward(state, levels, plan))
-            if self._draws:
-                level, q = self._drawn_level(state, levels, logits, depth)
-                proposals.append(q)
-            else:
-                level = self._best_level(state, levels, logits, depth)
-            levels.append(level)
-            if self._min_confidence:
-                confidence = self._confidence(levels, proposals)
-                sure = [
-                    held and one >= self._min_confidence for held, one in zip(sure, confidence, strict=True)
-                ]
-                if not any(sure):
-                    break
-        tokens = torch.cat([level.tokens for level in levels], 1)
-        parents = torch.cat([level.parents for level in levels], 1)
-        if self._draws:
-            proposals.append(proposals[-1].new_zeros(B, levels[-1].tokens.shape[1], proposals[-1].shape[2]))
-            return TokenTree(tokens, parents, torch.cat(proposals, 1))
-        tree, scores = TokenTree(tokens, parents), torch.cat([level.scores for level in levels], 1)
-        if self._text is not None:
-            tree, scores = graft(tree, scores, self._text, state.cache.lengths + 1, self.num_copied)
-        return tree.pruned(scores, self._max_nodes)
-
-    def _confidence(self, levels: list[_Level], proposals: list[Tensor]) -> list[float]:
-        """The draft's own probability of the newest token of each row's chain.
-
-        When sampling, that of its logits with the noise: how clearly the token stands out there tells how
-        likely the target is to choose it as well.
-        """
-        if self._draws:
-            chances = proposals[-1][:, 0].gather(1, levels[-1].tokens)
-        else:
-            chances = (levels[-1].scores - levels[-2].scores).exp()
-        found: list[float] = chances[:, 0].tolist()
-        return found
-
-    def _learn_words(self, state: DecodeState) -> None:
-        """Let what the last round emitted be proposed from now on, in the vocabulary or not."""
-        if isinstance(self._words, ContextHead):
-            for tokens, count in zip(state.emitted.tolist(), state.num_emitted.tolist(), strict=True):
-                self._words.add(tokens[:count])
-
-    def _append(self, state: DecodeState, tokens: Tensor, counts: Tensor, end: Tensor) -> None:
-        """Bring committed tokens [B, T], the first `counts` [B] that end before `end` [B], into the ring."""
-        assert self.ring is not None, "begin comes first"
-        positions, entries = self._claim(tokens, counts, end)
-        x = F.embedding(tokens, state.target.embedding)
-        _, k, v = self._draft.project(x, state.target.rope(positions))
-        self.ring.put(entries, k, v)
-
-    def _claim(self, tokens: Tensor, counts: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions and entries of what `_append` brings, both [B, T]."""
-        assert self.ring is not None
-        offsets = torch.arange(tokens.shape[1], device=tokens.device)
-        positions, wanted = ((end - counts)[:, None] + offsets).clamp(min=0), offsets < counts[:, None]
-        if self._text is not None:
-            self._text.append(tokens, positions, wanted)
-        return positions, self.ring.claim(positions, wanted)
-
-    def _forward(self, state: DecodeState, levels: list[_Level], plan: AttentionPlan) -> Tensor:
-        """Hidden states [B, n, E] of the last level. The root's own KV is in the ring already."""
-        assert self.ring is not None
-        level, depth = levels[-1], len(levels) - 1
-        first = sum(one.tokens.shape[1] for one in levels[:-1])
-        positions = (state.cache.lengths + depth)[:, None].expand_as(level.tokens)
-        nodes = None
-        if depth:
-            nodes = ancestors(torch.cat([one.parents for one in levels], 1))[:, first:]
-            nodes[:, :, 0] = False  # the root is seen in the ring
-        sees = self.ring.sees(positions, nodes)
-        x, feature = F.embedding(level.tokens, state.target.embedding), state.feature[:, None]
-        attention = _RingAttention(
-            state.target.attention,
-            self.ring,
-            sees,
-            first if depth else None,
-            state.cache,
-            self._layers,
-            plan,
+        draft, head, ring = models.draft, models.head, rows.ring
+        assert draft is not None, "this method needs a draft"
+        assert head is not None
+        assert ring is not None
+        levels = level_ranges(self._shape, len(head.token_ids))
+        size = (rows.num_rows, levels[-1].stop + (self.num_lookup if models.fused else 0))
+        device = rows.lengths.device
+        tokens, parents = torch.zeros(2, *size, dtype=torch.int64, device=device).unbind(0)
+        tree = (tokens, parents, torch.zeros(size, device=device))
+        drafting: _Drafting = (_FusedDrafting if models.fused else _PlainDrafting)(
+            models, rows, draft, ring, tree, self.width, max(self._shape) == 1 and not models.fused
         )
-        lags = torch.tensor([depth + 1], device=x.device)
-        return self._draft(x, state.target.rope(positions), attention, feature, lags)
+        features = draft.features(rows.feature[:, None], len(self._shape))
+        noise = _noise(models, rows, len(self._shape)) if sampled and not self.draws else None
+        proposals: list[Tensor] = []
+        sure = rows.running & rows.active
+        end = levels[-1].stop
+        for depth, level in enumerate(levels[:-1]):
+            hidden = drafting.hidden(level, depth, features[depth])
+            logits = head(hidden)
+            if self.draws:
+                proposals.append(_draw_level(models, rows, tree, levels, depth, logits))
+            else:
+                here = None if noise is None else noise[depth]
+                _grow(models, rows, tree, level, len(levels[depth + 1]), logits, here)
+            if self._min_confidence and not models.fused:
+                sure = sure & (_confidence(tree, level, proposals) >= self._min_confidence)
+                if not bool(sure.any()):
+                    end = level.stop + 1
+                    break
+        drafting.end()
+        if self.draws:
+            return self._drawn_tree(tokens[:, :end], parents[:, :end], proposals)
+        return self._best_tree(models, rows, (tokens, parents, tree[2]), end)
 
-    def _best_level(self, state: DecodeState, levels: list[_Level], logits: Tensor, depth: int) -> _Level:
-        """The best children of the last level's nodes, chosen across the whole level."""
-        token_ids = self._words.token_ids
-        if not state.sampling.greedy:
-            # The noise that the target's choice will have: what it makes likely there, it makes likely here.
-            noise = gumbel(state.seeds, state.cache.lengths + depth + 1, token_ids)
-            logits = logits / state.sampling.temperature + noise[:, None].float()
-        first = sum(one.tokens.shape[1] for one in levels[:-1])
-        indices, parents, scores = best_of_level(logits, levels[-1].scores, self._shape[depth])
-        return _Level(token_ids[indices], first + parents, scores)
+    def _drawn_tree(self, tokens: Tensor, parents: Tensor, proposals: list[Tensor]) -> TokenTree:
+        last = proposals[-1].new_zeros(len(tokens), tokens.shape[1] - sum(q.shape[1] for q in proposals), 1)
+        proposals = [*proposals, last.expand(-1, -1, proposals[-1].shape[2])]
+        chain = max(self._shape) == 1
+        return TokenTree(tokens, parents, torch.cat(proposals, 1), chain, self._shape)
 
-    def _drawn_level(
-        self, state: DecodeState, levels: list[_Level], logits: Tensor, depth: int
-    ) -> tuple[_Level, Tensor]:
-        """The same number of children for each node, drawn from the draft's distribution."""
-        last = levels[-1]
-        B, n = last.tokens.shape
-        whole = logits
-        if self._head.vocab_ids is not None:
-            size = state.target.config.vocab_size
-            whole = logits.new_full((B, n, size), -torch.inf)
-            whole[:, :, self._words.token_ids] = logits
-        # The repetition penalty depends on a node's own path; without it q is only a little less alike to p.
-        settings = state.sampling.without_penalty()
-        q = filtered(whole.nan_to_num(0.0, posinf=0.0), settings).softmax(-1)
-        first = sum(one.tokens.shape[1] for one in levels[:-1])
-        nodes = torch.arange(first, first + n, device=q.device)
-        count = max(1, self._shape[depth] // n)
-        tokens, real = draw_children(q, count, state.seeds, state.cache.lengths + depth + 1, nodes)
-        # One that was not drawn must look undrawable: it repeats the first child, which q has lost by then.
-        tokens = torch.where(real, tokens, tokens[:, :, :1])
-        parents = nodes.repeat_interleave(tokens.shape[2]).expand(B, -1)
-        level = _Level(tokens.flatten(1), parents, last.scores.new_zeros(B, parents.shape[1]))
-        return level, q
+    def _best_tree(self, models: Models, rows: Slots, tree: Levels, end: int) -> TokenTree:
+        """With what was looked up, and without the worst nodes."""
+        tokens, parents, scores = tree
+        is_chain = max(self._shape) == 1 and not self.num_lookup
+        if not models.fused:
+            grown, scores = TokenTree(tokens[:, :end], parents[:, :end], None, is_chain), scores[:, :end]
+            if self.num_lookup:
+                ends = rows.lengths + 1
+                found = find(rows.text[:, : int(ends.max())], ends)
+                grown, scores = graft(grown, scores, rows.text, ends, self.num_lookup, found)
+            return grown.pruned(scores, self._max_nodes)
+        from longspec.kernels.lookup import graft_lookup
+        from longspec.kernels.tree import prune
+
+        if self.num_lookup:
+            chances = (LEAST, MOST, DOUBT, FADE)
+            graft_lookup(tree, end, rows.text, rows.found, rows.lengths, chances)
+        if self._max_nodes >= tokens.shape[1]:
+            return TokenTree(tokens, parents, None, is_chain)
+        return TokenTree(*prune(*tree, self._max_nodes), None, is_chain)
+
+
+@dataclass
+class _Drafting:
+    """The passes of one round. They begin with what the draft has not read yet, the root among it."""
+
+    models: Models
+    rows: Slots
+    draft: GlideDraft
+    ring: DraftRing
+    tree: Levels
+    width: int
+    chain: bool
+    """Whether each level is one node, so that nodes may stand in the ring itself."""
+
+    def __post_init__(self) -> None:
+        size, lengths = self.models.pages.size, self.rows.lengths
+        self.plan = AttentionPlan(lengths, self.rows.tables, size, 1)
+        self._begin()
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+    def hidden(self, level: range, depth: int, feature: Tensor | None) -> Tensor:
+        """The draft's hidden states [B, n, E] at a level's nodes."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Leave the ring as if nothing had been drafted."""
+
+
+class _PlainDrafting(_Drafting):
+    def _begin(self) -> None:
+        rows, ring = self.rows, self.ring
+        newest = ring.positions[:, : ring.window].max(1).values
+        num_new = torch.where(rows.running & rows.active, rows.lengths - newest, 1).clamp(1, ring.window)
+        back = torch.arange(int(num_new.max()), device=newest.device)
+        self.positions = (rows.lengths[:, None] - back).clamp(min=0)
+        self.entries = ring.claim(self.positions, back < num_new[:, None])
+        self.tokens = rows.text.gather(1, self.positions)
+        self.tree[0][:, 0] = self.tokens[:, 0]
+        if self.chain:
+            # While a chain is drafted its nodes stand in the ring itself, as if they were committed: what a
+            # query sees is the ring, as far as it is filled. What was there is put back at the end.
+            depths = torch.arange(1, self.tree[0].shape[1], device=newest.device)
+            self.taken = (rows.lengths[:, None] + depths) % ring.window
+            self.replaced = ring.get(self.taken)
+
+    def hidden(self, level: range, depth: int, feature: Tensor | None) -> Tensor:
+        rows, ring, target = self.rows, self.ring, self.models.target
+        if depth == 0:
+            tokens, positions, entries = self.tokens, self.positions, self.entries
+        else:
+            tokens = self.tree[0][:, level.start : level.stop]
+            positions = (rows.lengths + depth)[:, None].expand_as(tokens)
+            entries = positions % ring.window if self.chain else None
+        run = PlainDraftPass(
+            self.draft, ring, self.models.pages, target.attention, self.plan, target.rope(positions),
+            entries, level.start, self._sees(level, depth), len(level),
+        )  # fmt: skip
+        x = F.embedding(tokens, target.embedding)
+        stream = x[:, : len(level)]
+        return self.draft.read(x, stream if feature is None else stream + feature, run)
+
+    def _sees(self, level: range, depth: int) -> Tensor:
+        """See `PlainDraftPass.sees`."""
+        end = self.rows.lengths + depth
+        if depth == 0 or self.chain:
+            return (end + 1).clamp(max=self.ring.window)
+        nodes = ancestors(self.tree[1][:, : level.stop])[:, level.start :]
+        nodes[:, :, 0] = False  # the root is seen in the ring
+        return self.ring.sees(end[:, None].expand(-1, len(level)), nodes)
+
+    def end(self) -> None:
+        if self.chain:
+            self.ring.put(self.taken, *self.replaced)
+
+
+class _FusedDrafting(_Drafting):
+    def _begin(self) -> None:
+        from longspec.kernels.tree import claim_newest
+
+        rows, ring = self.rows, self.ring
+        self.newest, self.positions, self.entries = claim_newest(
+            rows.text, rows.num_unread, rows.lengths, ring.positions, ring.window, self.tree, self.width
+        )
+
+    def hidden(self, level: range, depth: int, feature: Tensor | None) -> Tensor:
+        from longspec.kernels.embed import embed_level
+        from longspec.kernels.norm import Stream
+        from longspec.models.fused import FusedOps, factor_for
+
+        table, ops = self.models.target.embedding, FusedOps()
+        if depth == 0:
+            # Copy now: later kernels start before the previous one has finished.
+            at = self.positions[:, :1].contiguous()
+            positions, entries = self.positions, self.entries
+            x, total = ops.embed(self.newest, table, feature, self.draft.reader)
+            stream = Stream(total.x[:, :1])
+        else:
+            tokens = self.tree[0][:, level.start : level.stop]
+            factor = factor_for(self.draft.reader, tokens.numel())
+            where = (self.rows.lengths, depth, self.ring.window + level.start)
+            x, stream, positions, entries = embed_level(tokens, table, feature, factor, where)
+            at = positions
+        target = self.models.target
+        run = FusedDraftPass(
+            self.draft, self.ring, self.models.pages, target.attention, self.plan, target.rope.table,
+            self.tree[1], positions, entries, at, level.start, depth, ops,
+        )  # fmt: skip
+        return self.draft.read(x, stream, run)
+
+
+def _noise(models: Models, rows: Slots, depth: int) -> Tensor:
+    """The noise that the target's choice will have at each depth, [depth, B, V']: what it makes likely there,
+    it makes likely here. Greedy rows have none."""
+    assert models.head is not None
+    token_ids, temperature = models.head.token_ids, rows.sampling.temperature
+    if models.fused:
+        from longspec.kernels.noise import gumbel_noise
+
+        return gumbel_noise(rows.seeds, rows.lengths, token_ids, temperature, 1, depth)
+    steps = [gumbel(rows.seeds, rows.lengths + 1 + step, token_ids).float() for step in range(depth)]
+    return torch.where(temperature[:, None] > 0, torch.stack(steps), 0.0)
+
+
+def _grow(
+    models: Models, rows: Slots, tree: Levels, level: range, width: int, logits: Tensor, noise: Tensor | None
+) -> None:
+    """Put the best children of a tree's last level behind it."""
+    assert models.head is not None
+    if models.fused and width <= _WIDEST:
+        from longspec.kernels.topk import best_children
+
+        temperature = None if noise is None else rows.sampling.temperature
+        best_children(logits, tree, level, width, temperature, noise, models.head.vocab_ids)
+        return
+    if noise is not None:
+        temperature = rows.sampling.temperature
+        warm = torch.where(temperature > 0, temperature, 1.0)[:, None, None]
+        logits = logits / warm + noise[:, None]
+    tokens, parents, scores = tree
+    indices, above, best = best_of_level(logits, scores[:, level.start : level.stop], width)
+    behind = slice(level.stop, level.stop + width)
+    tokens[:, behind] = models.head.token_ids[indices]
+    parents[:, behind] = level.start + above
+    scores[:, behind] = best
+
+
+def _draw_level(
+    models: Models, rows: Slots, tree: Levels, levels: list[range], depth: int, logits: Tensor
+) -> Tensor:
+    """Put the same number of children behind each node of a level, drawn from the draft's distribution, which
+    is returned, [B, n, V]."""
+    assert models.head is not None
+    level, width = levels[depth], len(levels[depth + 1])
+    (B, n), size = logits.shape[:2], models.target.config.vocab_size
+    whole = logits.new_full((B, n, size), -torch.inf)
+    whole[:, :, models.head.token_ids] = logits.nan_to_num(0.0, posinf=0.0)
+    # The repetition penalty depends on a node's own path; without it q is only a little less alike to p.
+    settings = rows.sampling.without_penalty()
+    q = torch.stack([filtered(one, settings).softmax(-1) for one in whole.unbind(1)], 1)
+    nodes = torch.arange(level.start, level.stop, device=q.device)
+    found, real = draw_children(q, width // n, rows.seeds, rows.lengths + depth + 1, nodes)
+    # One that was not drawn must look undrawable: it repeats the first child, which q has lost by then.
+    found = torch.where(real, found, found[:, :, :1])
+    behind = slice(level.stop, level.stop + width)
+    tree[0][:, behind] = found.flatten(1)
+    tree[1][:, behind] = nodes.repeat_interleave(width // n)
+    return q
+
+
+def _confidence(tree: Levels, level: range, proposals: list[Tensor]) -> Tensor:
+    """The draft's own probability of the newest token of each row's chain, [B].
+
+    When sampling, that of its logits with the noise: how clearly the token stands out there tells how likely
+    the target is to choose it as well.
+    """
+    tokens, _, scores = tree
+    if proposals:
+        return proposals[-1][:, 0].gather(1, tokens[:, level.stop : level.stop + 1])[:, 0]
+    return (scores[:, level.stop] - scores[:, level.start]).exp()
 
 
 def _drawn_shape(wanted: tuple[int, ...]) -> tuple[int, ...]:
@@ -257,28 +324,13 @@ def _drawn_shape(wanted: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(widths[1:])
 
 
-@dataclass(frozen=True)
-class _RingAttention:
-    """The draft's attention while decoding: its ring and tree, and the target's prefix in place."""
-
-    backend: Attention
-    ring: DraftCache
-    sees: Tensor
-    first: int | None
-    """Where in the tree the new nodes go; None for the root, whose KV is in the ring."""
-    cache: KVCache
-    layers: tuple[int, ...]
-    plan: AttentionPlan
-
-    def attend_self(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `DraftAttention.attend_self`."""
-        if self.first is not None:
-            self.ring.put_nodes(self.first, k, v)
-        return self.backend.masked(q, self.ring.keys, self.ring.values, self.sees)[0]
-
-    def attend_cross(self, index: int, q: Tensor) -> Tensor:
-        """See `DraftAttention.attend_cross`. Every node of a round lags so far as to see all the prefix."""
-        return self.backend.prefix(q, *self.cache.layer(self.layers[index]), self.plan)[0]
+def level_ranges(shape: tuple[int, ...], vocab: int) -> list[range]:
+    """The nodes of each level, the root's first: as many as the shape says, or as there can be."""
+    levels = [range(1)]
+    for width in shape:
+        last = levels[-1]
+        levels.append(range(last.stop, last.stop + min(width, len(last) * vocab)))
+    return levels
 
 
 def best_of_level(logits: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:

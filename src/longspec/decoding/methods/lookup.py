@@ -2,76 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from longspec.decoding.loop import DecodeState
-from longspec.decoding.row import Row
+from longspec.decoding.lookup import DOUBT, FADE, find, graft
+from longspec.decoding.round import Models
+from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 
 
 class Lookup:
-    """A chain of up to `gamma` tokens, copied from behind the newest earlier place that matches best."""
+    """A chain of up to `gamma` tokens, from behind the newest earlier place that matches best."""
 
     name = "lookup"
+    drafts = draws = False
 
     def __init__(self, gamma: int, max_ngram: int = 3, min_ngram: int = 2) -> None:
         self.gamma = gamma
         self.num_nodes, self.depth = gamma + 1, gamma
         self.tree_shape: tuple[int, ...] | None = (1,) * gamma
-        self.device_key: tuple[Hashable, ...] | None = None
-        self._sizes = range(max_ngram, min_ngram - 1, -1)
-        self._indices: list[NgramIndex] = []
+        self._runs = (min_ngram, max_ngram)
 
-    def begin(self, state: DecodeState) -> None:
-        """Index the prompts."""
-        self._indices = [NgramIndex(self._sizes) for _ in state.rows]
+    def find(self, rows: Slots) -> tuple[Tensor, Tensor]:
+        """The longest matching run of each row, 0 where there is none, and what follows it: [B] each."""
+        ends = rows.lengths + 1
+        return find(rows.text[:, : int(ends.max())], ends, *self._runs)
 
-    def follow(self, state: DecodeState) -> None:
-        """Nothing to do: what the rows said meanwhile is read at the next proposal."""
+    def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
+        """See `Method.propose`. Where no row has a match, the plain form proposes nothing."""
+        if models.fused:
+            return self._propose_fused(rows)
+        root = TokenTree.chain(rows.roots[:, None])
+        found = self.find(rows)
+        if not bool((found[0] > 0).any()):
+            return root
+        scores = torch.zeros(root.tokens.shape, device=root.tokens.device)
+        tree, _ = graft(root, scores, rows.text, rows.lengths + 1, self.gamma, found)
+        # A row with a match has a chain, and one without has at most its first node accepted.
+        return replace(tree, is_chain=True)
 
-    def propose(self, state: DecodeState) -> TokenTree:
-        """See `Method.propose`; rows without a match are filled up with their root."""
-        found = [
-            [] if row.finished else index.following(row, self.gamma)
-            for row, index in zip(state.rows, self._indices, strict=True)
-        ]
-        longest = max(map(len, found))
-        tokens = [
-            [root, *chain, *[root] * (longest - len(chain))]
-            for root, chain in zip(state.roots.tolist(), found, strict=True)
-        ]
-        return TokenTree.chain(torch.tensor(tokens, device=state.roots.device))
+    def _propose_fused(self, rows: Slots) -> TokenTree:
+        from longspec.kernels.lookup import graft_lookup
 
-
-class NgramIndex:
-    """Where each n-gram of a row's text last ended with something behind it."""
-
-    def __init__(self, sizes: range) -> None:
-        self._sizes = sizes
-        self._text: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}
-
-    def following(self, row: Row, count: int) -> list[int]:
-        """The `count` tokens that followed what the row's text now ends with, the longest match first.
-
-        Behind the text's end they begin anew: a loop goes on as a loop.
-        """
-        self._extend(row)
-        for size in self._sizes:
-            end = self._ends.get(tuple(self._text[-size:]))
-            if end is not None and len(self._text) > size:
-                period = len(self._text) - end
-                return [self._text[end + place % period] for place in range(count)]
-        return []
-
-    def _extend(self, row: Row) -> None:
-        """Take in what is new of the row's text; the n-grams at its very end have no follower yet."""
-        known = len(self._text)
-        self._text += row.prompt[known:] if known < len(row.prompt) else []
-        self._text += row.tokens[len(self._text) - len(row.prompt) :]
-        for end in range(max(known, 1), len(self._text)):
-            for size in self._sizes:
-                if size <= end:
-                    self._ends[tuple(self._text[end - size : end])] = end
+        size, device = (rows.num_rows, self.num_nodes), rows.lengths.device
+        tokens, parents = torch.zeros(2, *size, dtype=torch.int64, device=device).unbind(0)
+        tokens[:, 0] = rows.roots
+        scores = torch.zeros(size, device=device)
+        chances = (*self._runs, DOUBT, FADE)
+        graft_lookup((tokens, parents, scores), 1, rows.text, rows.found, rows.lengths, chances)
+        return TokenTree(tokens, parents, is_chain=True)

@@ -1,17 +1,15 @@
-"""MagicDec: the target drafts for itself, looking only at the beginning and the end of its own cache."""
+"""MagicDec: the target drafts for itself, looking only at the beginning and the end of its own KV."""
 
 from __future__ import annotations
-
-from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
-from longspec.cache import KVCache
 from longspec.decoding.accept import mark
-from longspec.decoding.choose import choose, filtered
-from longspec.decoding.loop import DecodeState
+from longspec.decoding.choose import filtered
 from longspec.decoding.rejection import draw_children
+from longspec.decoding.round import Models, choose_rows, forward_chain_or_tree
+from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 
 
@@ -22,42 +20,36 @@ class MagicDec:
     """
 
     name = "magicdec"
+    drafts = False
 
     def __init__(self, gamma: int, sinks: int, window: int, draws: bool) -> None:
         self.gamma = gamma
         self.num_nodes, self.depth = gamma + 1, gamma
         self.tree_shape: tuple[int, ...] | None = (1,) * gamma
         self._sinks, self._window = sinks, window
-        self._draws = draws
-        self.device_key: tuple[Hashable, ...] | None = None if draws else ("magicdec", gamma, sinks, window)
+        self.draws = draws
 
-    def begin(self, state: DecodeState) -> None:
-        """Nothing to prepare: the cache is the target's."""
-
-    def follow(self, state: DecodeState) -> None:
-        """Nothing to take in either."""
-
-    def propose(self, state: DecodeState) -> TokenTree:
+    def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
         """See `Method.propose`."""
-        cache = KVCache(state.cache.keys, state.cache.values, state.cache.lengths.clone())
-        tokens, proposals, seen = [state.roots], [], state.seen
+        tokens, proposals, seen = [rows.roots], [], rows.sampling.seen
         for depth in range(self.gamma):
-            hidden = state.target(tokens[-1][:, None], cache, sinks=self._sinks, window=self._window)
-            cache.advance(1)
-            logits = state.target.logits(hidden[:, -1])
-            if self._draws:
-                q = filtered(logits, state.sampling, seen).softmax(-1)
+            node = TokenTree.chain(tokens[-1][:, None])
+            hidden = forward_chain_or_tree(models, rows, node, depth, self._sinks, self._window)
+            logits, positions = models.target.logits(hidden[:, -1]), rows.lengths + depth + 1
+            if self.draws:
+                q = filtered(logits, rows.sampling, seen).softmax(-1)
                 proposals.append(q)
-                tokens.append(_draw(q, state.seeds, cache.lengths, depth))
+                tokens.append(_draw(q, rows.seeds, positions, depth))
             else:
-                tokens.append(choose(logits, state.sampling, state.seeds, cache.lengths, seen))
-            seen = mark(seen, tokens[-1])
-        if not self._draws:
+                tokens.append(choose_rows(models, rows, logits, positions, sampled, seen))
+            if sampled:
+                seen = mark(seen, tokens[-1])
+        if not self.draws:
             return TokenTree.chain(torch.stack(tokens, 1))
         proposals.append(torch.zeros_like(proposals[-1]))  # the leaf has no children
         return TokenTree.chain(torch.stack(tokens, 1), torch.stack(proposals, 1))
 
 
 def _draw(q: Tensor, seeds: Tensor, positions: Tensor, node: int) -> Tensor:
-    drawn, _ = draw_children(q[:, None], 1, seeds, positions, torch.tensor([node], device=q.device))
-    return drawn[:, 0, 0]
+    nodes = torch.arange(node, node + 1, device=q.device)
+    return draw_children(q[:, None], 1, seeds, positions, nodes)[0][:, 0, 0]

@@ -5,25 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longspec.config import DEFAULT_TREE
-from longspec.decoding.accept import accept_coupled
-from longspec.decoding.choose import Sampling
-from longspec.decoding.loop import Acceptance, Method
-from longspec.decoding.methods.chain import Chain
 from longspec.decoding.methods.glide import Glide
 from longspec.decoding.methods.lookup import Lookup
 from longspec.decoding.methods.magicdec import MagicDec
 from longspec.decoding.methods.vanilla import Vanilla
-from longspec.decoding.rejection import accept_rejection
+from longspec.decoding.round import Method
 from longspec.errors import UserError
-from longspec.models.draft import DraftHead, GlideDraft
-
-Drafting = tuple[GlideDraft, DraftHead]
-"""A draft, and the target's head as it uses it."""
+from longspec.models.draft import GlideDraft
 
 METHODS = ("auto", "vanilla", "seq", "tree", "magicdec", "lookup")
 ACCEPTANCES = ("coupled", "rejection")
 MOST_NODES = 512
 MOST_COPIED = 64
+MOST_NGRAM = 16
 
 
 @dataclass(frozen=True)
@@ -79,21 +73,14 @@ class MethodOptions:
             raise UserError(f"sinks is {self.sinks}; it must be 0 or more")
         if self.window < 1:
             raise UserError(f"window is {self.window}; it must be at least 1")
-        if self.max_ngram < 1:
-            raise UserError(f"max_ngram is {self.max_ngram}; it must be at least 1")
+        if not 1 <= self.max_ngram <= MOST_NGRAM:
+            raise UserError(f"max_ngram is {self.max_ngram}; it must lie between 1 and {MOST_NGRAM}")
 
 
 def make_method(
-    options: MethodOptions, sampling: Sampling, draft: Drafting | None
-) -> tuple[Method, Acceptance]:
-    """The method, and the rule by which its proposals are accepted. "auto" must be settled before."""
-    # Greedy, both criteria are one: the target's choice is certain.
-    draws = options.acceptance == "rejection" and not sampling.greedy
-    acceptance: Acceptance = accept_rejection if draws else accept_coupled
-    return _make(options, draft, draws), acceptance
-
-
-def _make(options: MethodOptions, draft: Drafting | None, draws: bool) -> Method:
+    options: MethodOptions, draft: GlideDraft | None, draws: bool = False, on_cpu: bool = True, width: int = 0
+) -> Method:
+    """The method, "auto" settled before. `draws` is for acceptance by rejection; `width` as for `Glide`."""
     if options.method == "vanilla":
         return Vanilla()
     if options.method == "lookup":
@@ -105,14 +92,21 @@ def _make(options: MethodOptions, draft: Drafting | None, draws: bool) -> Method
         raise UserError(
             f"method {options.method!r} needs a draft; name one (--draft), or use lookup, which needs none"
         )
-    shape = (1,) * options.gamma if options.method == "seq" else options.tree_shape
-    limit = draft[0].config.max_lag
+    chain = options.method == "seq"
+    shape = (1,) * options.gamma if chain else options.tree_shape
+    limit = draft.config.max_lag
     if len(shape) > limit:
         raise UserError(
             f"a depth of {len(shape)} is asked for, but the draft was trained to draft {limit} deep"
         )
-    confidence = options.min_confidence if options.method == "seq" else 0.0
-    num_copied = options.num_copied if options.method == "tree" else 0
-    if options.method == "seq" and not draws and draft[0].self_norm.weight.device.type == "cpu":
-        return Chain(*draft, options.gamma, options.max_nodes, confidence)
-    return Glide(*draft, shape, options.max_nodes, draws, options.method, confidence, num_copied)
+    return Glide(
+        draft,
+        shape,
+        options.max_nodes,
+        draws,
+        options.method,
+        # Between rounds of a GPU nobody looks at what was drafted.
+        options.min_confidence if chain and on_cpu else 0.0,
+        0 if chain else options.num_copied,
+        width,
+    )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
-from longspec.decoding.loop import DecodeState
+from longspec.decoding.round import Models
+from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 
 
@@ -14,14 +13,8 @@ class Vanilla:
     name = "vanilla"
     num_nodes, depth = 1, 0
     tree_shape: tuple[int, ...] | None = None
-    device_key: tuple[Hashable, ...] | None = ("vanilla",)
+    drafts = draws = False
 
-    def begin(self, state: DecodeState) -> None:
-        """See `Method.begin`."""
-
-    def follow(self, state: DecodeState) -> None:
-        """See `Method.follow`."""
-
-    def propose(self, state: DecodeState) -> TokenTree:
+    def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
         """See `Method.propose`."""
-        return TokenTree.chain(state.roots[:, None])
+        return TokenTree.chain(rows.roots[:, None])

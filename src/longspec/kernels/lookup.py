@@ -1,4 +1,8 @@
-"""Where a text repeats itself, what followed last time joins the draft's tree: two launches."""
+"""Lookup: where a text repeats itself, what followed last time joins the draft's tree, in two launches.
+
+The longest run of tokens that ends the text is looked for earlier in the text. What followed it there becomes
+a chain behind the root, as far as the tree does not have these nodes already.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +44,9 @@ def _find_kernel(
 
 
 @launched
-@triton.jit(do_not_specialize=["num_nodes", "num_drafted", "num_copied", "text_b", "doubt", "fade"])
+@triton.jit(do_not_specialize=["num_nodes", "num_drafted", "num_added", "text_b", "doubt", "fade"])
 def _graft_kernel(
-    tokens, parents, scores, text, best, lengths, num_nodes, num_drafted, num_copied, text_b, doubt, fade,
+    tokens, parents, scores, text, best, lengths, num_nodes, num_drafted, num_added, text_b, doubt, fade,
     LEAST: tl.constexpr, NODES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     await_turn(OVERLAP)
@@ -59,14 +63,15 @@ def _graft_kernel(
     node = tl.zeros([], tl.int64)
     score = tl.log(1 - doubt / (runs * runs))
     further = tl.log(1 - fade / runs)
-    for step in tl.range(0, num_copied):
-        copied = tl.load(text + b * text_b + begin + step % period, mask=found > 0, other=0)
-        child = tl.min(tl.where(real & (parent == node) & (token == copied), index, NODES), 0)
+    for step in tl.range(0, num_added):
+        # Behind the text's end it goes on with what was just found: a loop is continued as a loop.
+        follower = tl.load(text + b * text_b + begin + step % period, mask=found > 0, other=0)
+        child = tl.min(tl.where(real & (parent == node) & (token == follower), index, NODES), 0)
         there, here = (found > 0) & (child < NODES), (num_drafted + step).to(tl.int64)
         new = (found > 0) & (child >= NODES)
         if there:
             tl.store(scores + child, tl.maximum(tl.load(scores + child), score))
-        tl.store(tokens + here, tl.where(new, copied, root))
+        tl.store(tokens + here, tl.where(new, follower, root))
         tl.store(parents + here, tl.where(new, node, 0))
         tl.store(scores + here, tl.where(new, score, -float("inf")))
         node = tl.where(there, child.to(tl.int64), tl.where(new, here, node))
@@ -74,7 +79,7 @@ def _graft_kernel(
     tl.store(best + b, found * 0)
 
 
-def graft_copied(
+def graft_lookup(
     tree: Levels,
     num_drafted: int,
     text: Tensor,
@@ -82,16 +87,20 @@ def graft_copied(
     lengths: Tensor,
     chances: tuple[int, int, float, float],
 ) -> None:
-    """Fill the nodes of a tree behind the first `num_drafted` with what followed the text's end before.
+    """Fill the nodes of a tree behind the first `num_drafted`, 1 at least, with what followed the text's end
+    when it stood in the text before.
 
-    text is int64 [B, S + 1], of which lengths [B] and one more are there; best int64 [B] is 0 and stays so.
-    The chances are those of `longspec.decoding.copied`, whose `graft` says what is done.
+    text is int64 [B, S'], of which lengths [B] and one more, the root, are there; best int64 [B] is 0 and
+    stays so. The chances are the shortest and the longest run that is looked for, and doubt and fade: after a
+    run of n the first token is taken to be right with 1 - doubt / n^2, each further one with 1 - fade / n.
+    Nodes that the tree has already are worth as much at least; a node that is not needed repeats the root
+    and scores -inf.
     """
     tokens, parents, scores = tree
     least, most, doubt, fade = chances
     B, N = tokens.shape
     early = overlap(tokens.device)
-    _find_kernel[(triton.cdiv(text.shape[1] - 1, _BLOCK), B)](
+    _find_kernel[(triton.cdiv(text.shape[1], _BLOCK), B)](
         text, lengths, best, text.stride(0), LEAST=least, MOST=most, BLOCK=_BLOCK, **early
     )
     _graft_kernel[(B,)](

@@ -14,8 +14,11 @@ import torch
 _turn = threading.Lock()
 
 
-def capture(work: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
-    """Record what `work` launches, ready to be replayed.
+def capture(
+    work: Callable[[], object], device: torch.device, pool: tuple[int, int] | None = None
+) -> torch.cuda.CUDAGraph:
+    """Record what `work` launches, ready to be replayed. Graphs with the same `pool` share their memory, so
+    that what one leaves there is gone when another is replayed.
 
     It runs twice beforehand, first without our kernels, so it must be at rest: doing it once more must change
     nothing, nor may it look anything up by what they compute. What it reads and writes must keep its place in
@@ -36,7 +39,10 @@ def capture(work: Callable[[], object], device: torch.device) -> torch.cuda.CUDA
         finally:
             torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with _uncollected(), torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
+        with (
+            _uncollected(),
+            torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"),
+        ):
             work()
     return graph
 

@@ -1,0 +1,76 @@
+"""The target's KV in pages: one allocation for all sequences, and verbs that move what is in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspec.config import ModelConfig
+
+# Page 0 belongs to nobody: table entries that are not assigned point to it, and so do writes nobody wants.
+DUMP = 0
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Keys and values of every layer, in pages that lie end to end.
+
+    A row finds its entries through a table of pages: entry e stands at `tables[row, e // size] * size +
+    e % size`. Pages that follow each other are one slice, so that a row with such pages needs no copy.
+    """
+
+    keys: Tensor
+    """[L, K, S, D], S entries in all"""
+    values: Tensor
+    size: int
+    """Entries of a page."""
+
+    @classmethod
+    def empty(
+        cls, config: ModelConfig, num_pages: int, size: int, device: torch.device, dtype: torch.dtype
+    ) -> Pages:
+        """So many pages and the dump page. They are zero, because masked entries are multiplied by 0 and
+        0 times nan is nan; on a CPU, memory that was never written costs nothing."""
+        shape = (config.num_layers, config.num_kv_heads, (num_pages + 1) * size, config.head_dim)
+        keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        return cls(keys, values, size)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that sequences can have."""
+        return self.keys.shape[2] // self.size - 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffers."""
+        return 2 * self.keys.numel() * self.keys.element_size()
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, [K, S, D] each."""
+        return self.keys[layer], self.values[layer]
+
+    def places(self, tables: Tensor, entries: Tensor) -> Tensor:
+        """Where the rows' `entries` [B, T] stand, int64 [B, T]."""
+        pages = tables.gather(1, entries // self.size)
+        return pages.long() * self.size + entries % self.size
+
+    def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put keys and values [B, T, K, D] of one layer to `places` [B, T]."""
+        flat = places.flatten()
+        self.keys[layer].index_copy_(1, flat, k.flatten(0, 1).transpose(0, 1))
+        self.values[layer].index_copy_(1, flat, v.flatten(0, 1).transpose(0, 1))
+
+    def commit(self, tables: Tensor, lengths: Tensor, path: Tensor, num_kept: Tensor) -> None:
+        """Move what was written for the nodes of `path` [B, P] right behind the rows' prefixes.
+
+        The first `num_kept` [B] of a row's nodes count; a path names nodes by their order, each at or behind
+        its place in the path, as a path through a tree does. The lengths are not changed.
+        """
+        steps = torch.arange(path.shape[1], device=path.device)
+        kept = steps < num_kept[:, None]
+        goal = self.places(tables, lengths[:, None] + steps)
+        source = self.places(tables, lengths[:, None] + torch.where(kept, path, steps))
+        for buffer in (self.keys, self.values):
+            buffer[:, :, goal.flatten()] = buffer[:, :, source.flatten()]

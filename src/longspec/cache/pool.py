@@ -1,0 +1,144 @@
+"""Which pages are free, who holds them, and which beginnings of texts they hold."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from longspec.cache.pages import DUMP
+
+
+class PagePool:
+    """Gives out pages and takes them back; lives on the host.
+
+    A page that is full and belongs to a text's beginning is remembered by the hash of all tokens up to its
+    end. Sequences that begin alike share such pages and never write them. A page that nobody holds any more
+    is kept as long as there are free ones, and goes to whoever needs it then, the one used least recently
+    first.
+    """
+
+    def __init__(self, num_pages: int, size: int) -> None:
+        self.size, self.num_pages = size, num_pages
+        self._free = np.ones(num_pages + 1, dtype=bool)
+        self._free[DUMP] = False
+        self._num_free = num_pages
+        self._holders: Counter[int] = Counter()
+        self._hashes: dict[int, bytes] = {}
+        self._pages: dict[bytes, int] = {}
+        self._unheld: OrderedDict[int, None] = OrderedDict()
+        self._promised: Counter[bytes] = Counter()
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be given out."""
+        return self._num_free + len(self._unheld)
+
+    @property
+    def num_held(self) -> int:
+        """Pages that sequences hold."""
+        return self.num_pages - self.num_available
+
+    def take(self, count: int, after: int | None = None) -> list[int] | None:
+        """`count` pages, or None where there are not so many.
+
+        The next one after `after`, the last page of who asks, is preferred, because pages in a row are read
+        without a copy.
+        """
+        if count > self.num_available:
+            return None
+        while self._num_free < count:
+            self._forget(next(iter(self._unheld)))
+        taken: list[int] = []
+        for _ in range(count):
+            following = DUMP if after is None else after + 1
+            if following > self.num_pages or not self._free[following]:
+                following = self._room()
+            self._free[following] = False
+            taken.append(following)
+            after = following
+        self._num_free -= count
+        self._holders.update(taken)
+        return taken
+
+    def _room(self) -> int:
+        """Where a new run of pages begins: the middle of the longest free one, so that whoever holds the
+        pages before it can grow as well."""
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], self._free.view(np.int8), [0]))))
+        starts, ends = edges[::2], edges[1::2]
+        longest = int(np.argmax(ends - starts))
+        start, end = int(starts[longest]), int(ends[longest])
+        return start if start == DUMP + 1 else (start + end) // 2
+
+    def hashes(self, tokens: Sequence[int]) -> list[bytes]:
+        """One for each full page of a text: of all its tokens up to the page's end."""
+        found, digest = [], b""
+        for start in range(0, len(tokens) - self.size + 1, self.size):
+            page = array("q", tokens[start : start + self.size]).tobytes()
+            digest = blake2b(digest + page, digest_size=16).digest()
+            found.append(digest)
+        return found
+
+    def share(self, hashes: Sequence[bytes]) -> list[int]:
+        """The pages that hold the beginning of a text with these hashes, as many as there are."""
+        pages: list[int] = []
+        for one in hashes:
+            page = self._pages.get(one)
+            if page is None:
+                break
+            pages.append(page)
+        for page in pages:
+            self._holders[page] += 1
+            self._unheld.pop(page, None)
+        return pages
+
+    def promise(self, hashes: Iterable[bytes]) -> None:
+        """Say that pages with these hashes are being computed, so that others can wait for them."""
+        self._promised.update(hashes)
+
+    def withdraw(self, hashes: Iterable[bytes]) -> None:
+        """Take a promise back: the pages are there, or will not be."""
+        for one in hashes:
+            self._promised[one] -= 1
+            if self._promised[one] <= 0:
+                del self._promised[one]
+
+    def is_promised(self, one: bytes) -> bool:
+        """Whether somebody computes this page now."""
+        return one in self._promised
+
+    def remember(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Let others share these full pages, which have these hashes and are not written any more."""
+        for page, one in zip(pages, hashes, strict=False):
+            if page not in self._hashes and one not in self._pages:
+                self._hashes[page] = one
+                self._pages[one] = page
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give pages back, which are in the order of their text."""
+        for page in reversed(pages):  # so that a text's end is given up before its beginning
+            self._holders[page] -= 1
+            if self._holders[page]:
+                continue
+            del self._holders[page]
+            if page in self._hashes:
+                self._unheld[page] = None
+            else:
+                self._free[page] = True
+                self._num_free += 1
+
+    def forget_all(self) -> None:
+        """Forget all texts; what is held stays with its holders."""
+        for page in list(self._unheld):
+            self._forget(page)
+        self._hashes.clear()
+        self._pages.clear()
+
+    def _forget(self, page: int) -> None:
+        del self._unheld[page]
+        del self._pages[self._hashes.pop(page)]
+        self._free[page] = True
+        self._num_free += 1

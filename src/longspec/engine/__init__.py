@@ -1,0 +1,1 @@
+"""Many sequences, one loop: everything that decodes runs on it."""

@@ -1,0 +1,258 @@
+"""What the engine does on the device: rows come and go, prompts are computed, rounds run.
+
+On a GPU rounds and segments of prompts are captured once for each method and number of rows, and replayed
+from then on. Everything is launched on one stream, in order: what is launched later sees what came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspec.cache import DraftRing
+from longspec.decoding.choose import Sampling
+from longspec.decoding.methods.make import MOST_NODES
+from longspec.decoding.round import Method, Models, run_round
+from longspec.decoding.slots import MOST_EOS, Slots
+from longspec.engine.fill import SEGMENT, Segments, read_into_rings, take_chunk, take_segments
+from longspec.engine.graph import capture
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of a prompt that are computed together."""
+
+    slot: int
+    start: int
+    count: int
+    is_end: bool
+    pages: list[int]
+
+
+class Report:
+    """What rows have said, on its way to the host."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._values = values.clone()
+
+    def read(self) -> Any:
+        """The values as lists; waits for them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
+
+
+def row_buckets(max_rows: int) -> tuple[int, ...]:
+    """The numbers of rows that rounds are captured for."""
+    return (*(2**power for power in range(max_rows.bit_length()) if 2**power < max_rows), max_rows)
+
+
+class Device:
+    """The slots of an engine and what is done with them."""
+
+    # Segments of prompts that one pass takes.
+    MOST_SEGMENTS = 32
+
+    def __init__(self, models: Models, max_rows: int, max_length: int, num_nodes: int) -> None:
+        target, page = models.target, models.pages.size
+        self.models, self.max_rows = models, max_rows
+        # A round may run past a text's end by a tree, and a segment by its padding.
+        beyond = MOST_NODES + SEGMENT
+        target.rope.reserve(max_length + beyond)
+        self.slots = Slots.empty(
+            target.config,
+            None if models.draft is None else models.draft.config,
+            max_rows + 1,  # the last is the spare row, which takes what nobody wants
+            max_length + 1,
+            -(-(max_length + beyond) // page),
+            num_nodes,
+            MOST_NODES,
+            target.device,
+            target.dtype,
+        )
+        self.num_captures = 0
+        self._fill_tables = torch.zeros_like(self.slots.tables)
+        self._segments: dict[int, Segments] = {}
+        self._rings: dict[int, Tensor] = {}
+        self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
+        self._captures = models.fused and target.device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+        self._active: list[bool] = [False] * (max_rows + 1)
+        self.buckets = row_buckets(max_rows) if models.fused else tuple(range(1, max_rows + 1))
+
+    def reserve_nodes(self, num_nodes: int) -> bool:
+        """Make room behind the draft's ring for larger trees; whether that emptied the ring."""
+        ring, draft = self.slots.ring, self.models.draft
+        if ring is None or draft is None or ring.positions.shape[1] > ring.window + num_nodes:
+            return False
+        target = self.models.target
+        shape = replace(target.config, num_kv_heads=ring.keys.shape[1])
+        rows = ring.keys.shape[0]
+        ring = DraftRing.empty(shape, draft.config, rows, num_nodes, target.device, target.dtype)
+        self.slots = replace(self.slots, ring=ring)
+        self._graphs.clear()
+        return True
+
+    def bucket(self, num_rows: int) -> int:
+        """The rows that a round over the first `num_rows` takes along."""
+        return next(size for size in self.buckets if size >= num_rows)
+
+    def admit(
+        self,
+        slots: Sequence[int],
+        texts: Sequence[list[int]],
+        pages: Sequence[list[int]],
+        limits: Sequence[int],
+        seeds: Sequence[int],
+        settings: Sequence[Sampling],
+        eos_ids: Sequence[frozenset[int]],
+    ) -> None:
+        """Give rows to sequences whose prompts are to be computed."""
+        rows, ours = self._send(list(slots)), self.slots
+        ends = [[*sorted(one)[:MOST_EOS], *[-1] * (MOST_EOS - len(one))] for one in eos_ids]
+        numbers = self._send([list(limits), list(seeds)])
+        ours.lengths[rows] = 0
+        ours.limits[rows], ours.seeds[rows] = numbers[0], numbers[1]
+        ours.eos_ids[rows] = self._send(ends)
+        ours.running[rows] = False
+        ours.num_unread[rows] = 1
+        ours.tables[rows] = 0
+        ours.sampling.put(rows, settings)
+        self._fill_tables[rows] = 0
+        if ours.ring is not None:
+            ours.ring.positions[rows] = -1
+        for slot, text, own, sampling in zip(slots, texts, pages, settings, strict=True):
+            tokens = self._send(text)
+            ours.text[slot, : len(text)] = tokens
+            self._fill_tables[slot, : len(own)] = self._send(own).int()
+            if sampling.repetition_penalty != 1:
+                ours.seen[slot, tokens] = True
+
+    def extend(self, slot: int, first: int, pages: list[int]) -> None:
+        """Give a row more pages, from the `first` place of its table on."""
+        self.slots.tables[slot, first : first + len(pages)] = self._send(pages).int()
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Let rows rest; what their rounds still write goes to the dump page."""
+        rows = self._send(list(slots))
+        self.slots.running[rows] = False
+        self.slots.tables[rows] = 0
+        self.slots.lengths[rows] = 0
+
+    def move(self, source: int, goal: int) -> None:
+        """Put a row in place of another, which rests."""
+        self.slots.move(source, goal)
+        self._fill_tables[goal].copy_(self._fill_tables[source])
+        self._active[goal] = self._active[source]
+        self.release([source])
+
+    def take(self, pieces: Sequence[Piece], sampled: bool) -> Report:
+        """Compute pieces of prompts; those at a prompt's end report the first token of its answer."""
+        if not self.models.fused or pieces[0].count > SEGMENT:
+            assert len(pieces) == 1
+            work, piece = self._describe(pieces, 1), pieces[0]
+            take_chunk(self.models, self.slots, work, piece.pages, piece.start, piece.count, sampled)
+            return Report(work.report)
+        size = next(size for size in row_buckets(self.MOST_SEGMENTS) if size >= len(pieces))
+        work = self._describe(pieces, size)
+        self._run(("segments", size, sampled), partial(take_segments, self.models, self.slots, work, sampled))
+        return Report(work.report)
+
+    def _describe(self, pieces: Sequence[Piece], size: int) -> Segments:
+        """The segments that a graph of this size reads, filled with these."""
+        if size not in self._segments:
+            self._segments[size] = Segments.empty(size, self._fill_tables)
+        work, spare = self._segments[size], self.max_rows
+        padding = [[spare, 0, 0, spare]] * (size - len(pieces))
+        facts = [[p.slot, p.start, p.count, p.slot if p.is_end else spare] for p in pieces] + padding
+        numbers = self._send(facts).T
+        for part, values in zip((work.slots, work.starts, work.counts, work.goals), numbers, strict=True):
+            part.copy_(values)
+        return work
+
+    def read_into_rings(self, slots: Sequence[int]) -> None:
+        """Have the draft read the texts of these rows; see `longspec.engine.fill`."""
+        size = next(size for size in row_buckets(self.max_rows) if size >= len(slots))
+        if size not in self._rings:
+            self._rings[size] = self._send([self.max_rows] * size)
+        self._rings[size].copy_(self._send([*slots, *[self.max_rows] * (size - len(slots))]))
+        self._run(("ring", size), partial(read_into_rings, self.models, self.slots, self._rings[size]))
+
+    def round(self, key: Any, method: Method, num_rows: int, active: Sequence[bool], sampled: bool) -> Report:
+        """One round of those of the first rows that are `active`."""
+        size = self.bucket(num_rows)
+        wanted = [*active, *[False] * (size - len(active))]
+        if self._active[:size] != wanted:
+            self.slots.active[:size] = self._send(wanted)
+            self._active[:size] = wanted
+        rows = self.slots.first(size)
+        self._run((key, size, sampled), partial(run_round, self.models, rows, method, sampled))
+        return Report(rows.report[:num_rows, : method.depth + 2])
+
+    def _run(self, key: tuple[Any, ...], work: Callable[[], None]) -> None:
+        """Do the work: by a replay, recorded the first time, where that can be."""
+        if not self._captures:
+            work()
+            return
+        if key not in self._graphs:
+            self._graphs[key] = self._record(work)
+        self._graphs[key].replay()
+
+    def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Recording runs the work a few times: with every row at rest, so that it changes nothing."""
+        running = self.slots.running.clone()
+        self.slots.running.zero_()
+        parts = [part for work in self._segments.values() for part in (work.slots, work.counts, work.goals)]
+        kept = [part.clone() for part in (*parts, *self._rings.values())]
+        for work_slots in self._segments.values():
+            work_slots.slots.fill_(self.max_rows)
+            work_slots.counts.zero_()
+            work_slots.goals.fill_(self.max_rows)
+        for rows in self._rings.values():
+            rows.fill_(self.max_rows)
+        graph = capture(work, self.models.target.device, self._pool)
+        self.num_captures += 1
+        self.slots.running.copy_(running)
+        for part, values in zip((*parts, *self._rings.values()), kept, strict=True):
+            part.copy_(values)
+        return graph
+
+    def prepare_segments(self, most: int, sampled: bool) -> None:
+        """Record what takes in up to `most` segments of prompts."""
+        for size in [size for size in row_buckets(self.MOST_SEGMENTS) if size <= most]:
+            work = self._describe([], size)
+            run = partial(take_segments, self.models, self.slots, work, sampled)
+            self._prepare(("segments", size, sampled), run)
+
+    def prepare_rings(self, size: int) -> None:
+        """Record what has the draft read so many rows."""
+        self._rings.setdefault(size, self._send([self.max_rows] * size))
+        self._prepare(("ring", size), partial(read_into_rings, self.models, self.slots, self._rings[size]))
+
+    def prepare_round(self, key: Any, method: Method, size: int, sampled: bool) -> None:
+        """Record a round."""
+        run = partial(run_round, self.models, self.slots.first(size), method, sampled)
+        self._prepare((key, size, sampled), run)
+
+    def _prepare(self, key: tuple[Any, ...], work: Callable[[], None]) -> None:
+        if key not in self._graphs:
+            self._graphs[key] = self._record(work)
+
+    def _send(self, values: list[Any]) -> Tensor:
+        """Numbers on the device; from pinned memory, because other copies wait for all that is queued."""
+        made = torch.tensor(values)
+        if self.models.target.device.type != "cuda":
+            return made
+        return made.pin_memory().to(self.models.target.device, non_blocking=True)

@@ -1,0 +1,560 @@
+"""The one loop that everything runs on: sequences join and leave at any turn.
+
+A turn takes in what callers ask for, computes a chunk of prompts, runs a round of every method that is asked
+for, and reads what earlier rounds emitted. It runs in a thread of its own while there is something to do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from longspec.cache import PagePool, Pages
+from longspec.decoding.methods.lookup import Lookup
+from longspec.decoding.methods.make import MOST_NODES, MethodOptions, make_method
+from longspec.decoding.round import Method, Models
+from longspec.engine.auto import VANILLA, Outlook, Policy, candidates
+from longspec.engine.costs import Costs
+from longspec.engine.device import Device, Piece, Report
+from longspec.engine.fill import SEGMENT
+from longspec.engine.scheduler import Scheduler, Seat
+from longspec.engine.sequence import Sequence
+from longspec.errors import UserError
+from longspec.models.draft import ContextHead, DraftHead, GlideDraft
+from longspec.models.target import Transformer
+
+# Launches that may be on their way before the host has read the first of them.
+IN_FLIGHT = 2
+# Tokens of a prompt that are computed at a time: alone, and while others wait for their next round.
+ALONE, BESIDE = 8192, 2048
+PLAIN_ALONE, PLAIN_BESIDE = 2048, 256
+# An engine with nothing to do ends its thread after so many seconds.
+IDLE_SECONDS = 1.0
+
+Group = tuple[MethodOptions, bool]
+"""What sequences of one round share: the method's options, and whether its nodes are drawn."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What an engine has done so far."""
+
+    num_captures: int
+    num_paused: int
+    """How often a sequence gave its pages to an older one, to be computed again later."""
+    prompt_tokens: int
+    shared_tokens: int
+    """Of these, tokens whose KV was there already."""
+    rounds: Mapping[str, int]
+    num_pages: int
+    held_pages: int
+
+
+@dataclass
+class _Launch:
+    """Something on its way, and whom it is for."""
+
+    report: Report
+    seats: list[tuple[int, Seat, bool | None]]
+    """Rows of the report, whose they are, and whether there was something to look up."""
+    options: MethodOptions | None
+    """Of the round; None for prompts."""
+    width: int = 0
+    """The most tokens that each row may emit."""
+    is_auto: bool = False
+
+
+class Engine:
+    """A target, its draft, and all the sequences that they answer.
+
+    `submit` may be called from any thread. What a sequence says does not depend on who runs beside it.
+    """
+
+    def __init__(
+        self,
+        target: Transformer,
+        draft: GlideDraft | None = None,
+        head: DraftHead | None = None,
+        *,
+        max_length: int,
+        max_rows: int,
+        num_pages: int,
+        page_size: int,
+        acceptance: Mapping[str, Any] | None = None,
+    ) -> None:
+        with torch.inference_mode():
+            fused = target.attention.can_fuse(target.embedding, target.config.head_dim)
+            first: Any = target.blocks[0]
+            # Its own count of heads: tensor parallelism leaves it a share of the target's.
+            shape = replace(target.config, num_kv_heads=first.attention.num_kv_heads)
+            with on_device(target.device):
+                pages = Pages.empty(shape, num_pages, page_size, target.device, target.dtype)
+                self.models = Models(target, pages, fused, draft, head)
+                self._options = candidates(draft, acceptance or {}, fused)
+                self.max_length = max_length
+                self.device = Device(self.models, max_rows, max_length, self._tree_nodes())
+        self.policy = Policy(self._unmeasured(draft), acceptance or {}, Costs({}, {}))
+        self.scheduler = Scheduler(PagePool(num_pages, page_size), max_rows)
+        self._base_head = head
+        self._methods: dict[Group, Method] = {}
+        self._flight: deque[_Launch] = deque()
+        self._orders: SimpleQueue[tuple[str, Sequence | None]] = SimpleQueue()
+        self._lock = threading.RLock()
+        self._worker: threading.Thread | None = None
+        self._counts: Counter[str] = Counter()
+        self._rounds: Counter[str] = Counter()
+        self._lookup = Lookup(1)
+        atexit.register(_close, weakref.ref(self))
+
+    def _tree_nodes(self) -> int:
+        """Room for the trees of `auto` and of the default."""
+        trees = [one.tree_shape for one in (MethodOptions("tree"), *self._options.values())]
+        return max(map(sum, trees)) + 1
+
+    def _unmeasured(self, draft: GlideDraft | None) -> dict[str, MethodOptions]:
+        """What `auto` has to choose from while nothing is measured: one method beside vanilla."""
+        if draft is None:
+            return {"lookup": MethodOptions("lookup")}
+        deepest = draft.config.max_lag
+        tree = MethodOptions("tree")
+        return {"tree": replace(tree, tree_shape=tree.tree_shape[:deepest])}
+
+    @property
+    def candidates(self) -> Mapping[str, MethodOptions]:
+        """What is worth measuring for `auto`."""
+        return self._options
+
+    @property
+    def width(self) -> int:
+        """The most tokens that the draft may have to read at a time, whatever `auto` ran before."""
+        shapes = [make_method(one, self.models.draft).depth for one in self._options.values()]
+        return max(shapes, default=0) + 1
+
+    def adopt(self, costs: Costs) -> None:
+        """Decide by these from now on."""
+        self.policy = Policy(self._options, self.policy.acceptance, costs)
+
+    def submit(self, sequences: Iterable[Sequence]) -> None:
+        """Have sequences answered; each tells its inbox."""
+        for sequence in sequences:
+            if sequence.limit > self.max_length:
+                raise UserError(
+                    f"a sequence of {sequence.limit} tokens exceeds the engine's {self.max_length}"
+                )
+            self._method((sequence.options, False), sequence.options.method == "auto")  # refuses early
+            sequence.submitted_at = time.perf_counter()
+            self._order("add", sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Stop a sequence; its slot and pages are free at once."""
+        self._order("cancel", sequence)
+
+    def stop(self, sequence: Sequence) -> None:
+        """Cancel a sequence, where it is not done, and wait until it is."""
+        if sequence.submitted_at and not sequence.finished:
+            self.cancel(sequence)
+            while not sequence.finished:
+                time.sleep(0.0005)
+
+    def main_method(self, sequence: Sequence) -> tuple[MethodOptions, Method]:
+        """What most of a sequence's rounds ran, or would have run."""
+        options = sequence.options
+        if sequence.methods:
+            options = sequence.methods.most_common(1)[0][0]
+        elif options.method == "auto":
+            options = VANILLA
+        draws = options.acceptance == "rejection" and not sequence.sampling.greedy
+        return options, self._method((options, draws))
+
+    def forget(self) -> None:
+        """Let go of all texts that no sequence holds."""
+        self._order("forget", None)
+
+    def run(self, sequences: list[Sequence]) -> None:
+        """Answer these and wait for them; what goes wrong is raised."""
+        inbox: SimpleQueue[Sequence] = SimpleQueue()
+        for sequence in sequences:
+            sequence.inbox = inbox
+        self.submit(sequences)
+        try:
+            while not all(sequence.finished for sequence in sequences):
+                inbox.get()
+        except BaseException:
+            for sequence in sequences:
+                self.cancel(sequence)
+            raise
+        error = next((one.error for one in sequences if one.error is not None), None)
+        if error is not None:
+            raise error
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was done so far."""
+        pool = self.scheduler.pool
+        return Statistics(
+            self.device.num_captures,
+            self.scheduler.num_paused,
+            self._counts["prompt"],
+            self._counts["shared"],
+            dict(self._rounds),
+            pool.num_pages,
+            pool.num_held,
+        )
+
+    def close(self) -> None:
+        """Stop everything that runs and end the thread."""
+        with self._lock:
+            worker = self._worker
+        if worker is not None and worker is not threading.current_thread():
+            self._orders.put(("close", None))
+            worker.join()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[Device]:
+        """The device for the caller alone, while no sequence runs."""
+        with self._lock:
+            self.close()
+            with torch.inference_mode(), on_device(self.models.target.device):
+                yield self.device
+
+    def prepare(self, max_rows: int = 1) -> None:
+        """Record what a first sequence, or so many at once, will replay, so that none has to wait for it."""
+        if not (self.models.fused and self.models.target.device.type == "cuda"):
+            return
+        with self.paused() as device:
+            for sampled in (False, True):
+                device.prepare_segments(1 if max_rows == 1 else device.MOST_SEGMENTS, sampled)
+            for size in [size for size in device.buckets if size <= device.bucket(max_rows)]:
+                picked = self.policy.pick([Outlook(0.0)] * size, None, size, 512)
+                if self.models.draft is not None:
+                    device.prepare_rings(size)
+                for options in {VANILLA, picked}:
+                    for sampled in (False, True):
+                        device.prepare_round((options, False), self._method((options, False)), size, sampled)
+
+    def _order(self, what: str, sequence: Sequence | None) -> None:
+        with self._lock:
+            self._orders.put((what, sequence))
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._work, name="longspec", daemon=True)
+                self._worker.start()
+
+    def _work(self) -> None:
+        """Turn after turn, until there has been nothing to do for a while."""
+        try:
+            with torch.inference_mode(), on_device(self.models.target.device):
+                while self._take_orders():
+                    try:
+                        self._turn()
+                    except Exception as error:
+                        self._fail(error)
+        finally:
+            with self._lock:
+                self._worker = None
+                if not self._orders.empty():
+                    self._order(*self._orders.get())
+
+    def _take_orders(self) -> bool:
+        """Do what callers asked for; whether to go on."""
+        busy = bool(self.scheduler.seats or self.scheduler.waiting or self._flight)
+        try:
+            order = self._orders.get_nowait() if busy else self._orders.get(timeout=IDLE_SECONDS)
+        except Empty:
+            return busy
+        while True:
+            what, sequence = order
+            if what == "close":
+                for one in (*self.scheduler.waiting, *(s.sequence for s in self.scheduler.seats.values())):
+                    self._cancel(one)
+                self._flight.clear()
+                return False
+            if what == "forget":
+                self.scheduler.pool.forget_all()
+            elif sequence is not None and what == "add":
+                self.scheduler.waiting.append(sequence)
+            elif sequence is not None:
+                self._cancel(sequence)
+            try:
+                order = self._orders.get_nowait()
+            except Empty:
+                return True
+
+    def _cancel(self, sequence: Sequence) -> None:
+        if sequence.finished:
+            return
+        if sequence in self.scheduler.waiting:
+            self.scheduler.waiting.remove(sequence)
+        for seat in list(self.scheduler.seats.values()):
+            if seat.sequence is sequence:
+                self._release(seat)
+        sequence.finish("closed")
+
+    def _fail(self, error: Exception) -> None:
+        """End every sequence with the error; the engine itself can go on."""
+        sequences = [*(seat.sequence for seat in self.scheduler.seats.values()), *self.scheduler.waiting]
+        self._flight.clear()
+        self.scheduler.waiting.clear()
+        for seat in list(self.scheduler.seats.values()):
+            self.scheduler.release(seat)
+        # What the pages hold may be half written.
+        self.scheduler.pool.forget_all()
+        with contextlib.suppress(Exception):
+            self.device.release(range(self.device.max_rows))
+        for sequence in sequences:
+            sequence.finish("closed", error)
+
+    def _turn(self) -> None:
+        self._admit()
+        launched = self._launch_prompts()
+        for group, seats in self._groups().items():
+            launched |= self._launch_round(group, seats)
+        in_flight = IN_FLIGHT if launched and self.models.target.device.type == "cuda" else 0
+        while len(self._flight) > in_flight:
+            self._read()
+
+    def _admit(self) -> None:
+        seats = self.scheduler.admit()
+        if not seats:
+            return
+        for seat in seats:
+            self._counts["prompt"] += len(seat.text)
+            self._counts["shared"] += seat.computed
+            self._reserve(seat.sequence.options)
+        self._learn_words([token for seat in seats for token in reversed(seat.text)], seats)
+        self.device.admit(
+            [seat.slot for seat in seats],
+            [seat.text for seat in seats],
+            [seat.pages for seat in seats],
+            [seat.sequence.limit for seat in seats],
+            [seat.sequence.seed for seat in seats],
+            [seat.sequence.sampling for seat in seats],
+            [seat.sequence.eos_ids for seat in seats],
+        )
+
+    def _reserve(self, options: MethodOptions) -> None:
+        """Make room for trees that are larger than the default ones."""
+        if options.method == "tree" and self.device.reserve_nodes(sum(options.tree_shape) + 1):
+            for seat in self.scheduler.seats.values():
+                seat.num_unread = None
+
+    def _learn_words(self, tokens: list[int], admitted: list[Seat] | None = None) -> None:
+        """Let the draft propose the texts' own words, in its vocabulary or not, where shapes may change."""
+        if self.models.fused or self._base_head is None:
+            return
+        if admitted is not None and len(admitted) == len(self.scheduler.seats):
+            # What was said last comes first: should there be no room for all, it is the likelier.
+            self.models.head = self._base_head.in_context(tokens)
+        elif isinstance(self.models.head, ContextHead):
+            self.models.head.add(tokens)
+
+    def _launch_prompts(self) -> bool:
+        """Compute the next chunk of prompts."""
+        filling = self.scheduler.filling
+        if not filling:
+            return False
+        pieces = self._pieces(filling)
+        sampled = any(_is_sampled(seat.sequence) for seat, _ in pieces)
+        report = self.device.take([piece for _, piece in pieces], sampled)
+        for seat, piece in pieces:
+            self.scheduler.note_computed(seat, piece.count)
+        ends = [(row, seat, None) for row, (seat, piece) in enumerate(pieces) if piece.is_end]
+        self._flight.append(_Launch(report, ends, None))
+        for _, seat, _ in ends:
+            seat.num_in_flight += 1
+        return True
+
+    def _pieces(self, filling: list[Seat]) -> list[tuple[Seat, Piece]]:
+        alone = not self.scheduler.running
+        first = filling[0]
+        left = len(first.text) - first.computed
+        if not self.models.fused:
+            return [self._piece(first, first.computed, PLAIN_ALONE if alone else PLAIN_BESIDE)]
+        if left >= BESIDE and self._is_large():
+            return [self._piece(first, first.computed, ALONE if alone else BESIDE)]
+        pieces: list[tuple[Seat, Piece]] = []
+        for seat in filling:
+            start = seat.computed
+            while start < len(seat.text) and len(pieces) < self.device.MOST_SEGMENTS:
+                pieces.append(self._piece(seat, start, SEGMENT))
+                start += SEGMENT
+        return pieces
+
+    def _piece(self, seat: Seat, start: int, most: int) -> tuple[Seat, Piece]:
+        count = min(most, len(seat.text) - start)
+        return seat, Piece(seat.slot, start, count, start + count == len(seat.text), seat.pages)
+
+    def _is_large(self) -> bool:
+        """Whether a chunk's products take longer than the host takes to launch them: about 0.6 ms a layer."""
+        config = self.models.target.config
+        seconds = 2 * BESIDE * config.num_parameters / 6e14
+        return seconds > 6e-4 * config.num_layers
+
+    def _groups(self) -> dict[Group, list[Seat]]:
+        """The sequences that emit tokens, by what they share."""
+        groups: dict[Group, list[Seat]] = {}
+        for seat in self.scheduler.running:
+            sequence = seat.sequence
+            draws = sequence.options.acceptance == "rejection" and not sequence.sampling.greedy
+            groups.setdefault((sequence.options, draws), []).append(seat)
+        return groups
+
+    def _launch_round(self, group: Group, seats: list[Seat]) -> bool:
+        """One round of these rows."""
+        seats = [seat for seat in seats if self.scheduler.seats.get(seat.slot) is seat]
+        if all(self._ends_soon(seat) for seat in seats):
+            return False
+        self._compact()
+        options, draws = group
+        matches = None
+        if is_auto := options.method == "auto":
+            options, matches = self._pick(options, seats)
+        method = self._method((options, draws))
+        if not self._have_pages(seats, method):
+            return True  # some were read or paused to make room: the next turn sees who is left
+        if self.models.fused and method.drafts:
+            self._read_into_rings(seats, getattr(method, "width", 1))
+        num_rows = self.scheduler.num_rows
+        active = [False] * num_rows
+        for seat in seats:
+            active[seat.slot] = True
+        sampled = any(_is_sampled(seat.sequence) for seat in self.scheduler.running)
+        report = self.device.round((options, draws), method, num_rows, active, sampled)
+        width = method.depth + 1
+        found = [(s.slot, s, None if matches is None else matches[i]) for i, s in enumerate(seats)]
+        self._flight.append(_Launch(report, found, options, width, is_auto))
+        for seat in seats:
+            seat.num_in_flight += width
+            seat.rounds_in_flight += 1
+            unread = seat.num_unread
+            seat.num_unread = width if method.drafts else None if unread is None else unread + width
+        return True
+
+    def _ends_soon(self, seat: Seat) -> bool:
+        """Whether the rounds on their way are enough, because each emits a token at least."""
+        said = len(seat.sequence.prompt) + len(seat.sequence.tokens)
+        return said + seat.rounds_in_flight >= seat.sequence.limit
+
+    def _pick(self, options: MethodOptions, seats: list[Seat]) -> tuple[MethodOptions, list[bool] | None]:
+        """What `auto` means for these rows this turn, and which of them have something to look up."""
+        matches = None
+        if not self.models.fused and any(one.method == "lookup" for one in self.policy.options.values()):
+            rows = self.device.slots.first(self.scheduler.num_rows)
+            runs = (self._lookup.find(rows)[0] > 0).tolist()
+            matches = [runs[seat.slot] for seat in seats]
+        context = sum(seat.length for seat in seats) // len(seats)
+        num_rows = self.device.bucket(self.scheduler.num_rows)
+        outlooks = [seat.outlook for seat in seats]
+        picked = self.policy.pick(outlooks, matches, num_rows, context, options.max_nodes)
+        if picked.method == "vanilla":
+            return VANILLA, matches
+        return replace(picked, acceptance=options.acceptance), matches
+
+    def _method(self, group: Group, is_auto: bool = False) -> Method:
+        if is_auto:
+            return self._method((VANILLA, False))
+        if group not in self._methods:
+            on_cpu = not self.models.fused
+            width = self.width if group[0] in self._options.values() else 0
+            self._methods[group] = make_method(group[0], self.models.draft, group[1], on_cpu, width)
+        return self._methods[group]
+
+    def _have_pages(self, seats: list[Seat], method: Method) -> bool:
+        """See that every row has pages for the nodes of a round; False if others had to go for it."""
+        for seat in seats:
+            # The round may also run behind the text's limit, where only the dump page takes what it writes.
+            end = min(seat.length + method.num_nodes, seat.sequence.limit + MOST_NODES)
+            before = len(seat.pages)
+            pages = self.scheduler.grow(seat, end)
+            if pages is None:
+                self._make_room(seat)
+                return False
+            if pages:
+                self.device.extend(seat.slot, before, pages)
+        return True
+
+    def _make_room(self, seat: Seat) -> None:
+        """Let the youngest other sequence wait; first see whether one on its way is done."""
+        if self._flight:
+            while self._flight:
+                self._read()
+            return
+        youngest = list(self.scheduler.seats.values())[-1]
+        if youngest is seat and len(self.scheduler.seats) == 1:
+            raise UserError(
+                f"the KV memory of {self.scheduler.pool.num_pages * self.scheduler.pool.size} tokens is too "
+                f"small for a text of {seat.length} tokens and a tree; give more (kv_memory)"
+            )
+        self.device.release([youngest.slot])
+        self.scheduler.pause(youngest)
+
+    def _read_into_rings(self, seats: list[Seat], width: int) -> None:
+        """See that the draft has read what its first pass does not take in."""
+        behind = [seat for seat in seats if seat.num_unread is None or seat.num_unread > width]
+        if behind:
+            self.device.read_into_rings([seat.slot for seat in behind])
+
+    def _compact(self) -> None:
+        """Move rows to the front where that makes rounds smaller."""
+        enough = self.device.bucket(max(1, len(self.scheduler.seats)))
+        while (found := self.scheduler.hole(enough)) is not None:
+            seat, slot = found
+            self.device.move(seat.slot, slot)
+            self.scheduler.move(seat, slot)
+
+    def _read(self) -> None:
+        """Hand what the oldest launch reported to its sequences."""
+        launch = self._flight.popleft()
+        report = launch.report.read()
+        for row, seat, has_match in launch.seats:
+            if launch.options is None:
+                seat.num_in_flight -= 1
+                emitted = [report[row]]
+            else:
+                seat.num_in_flight -= launch.width
+                seat.rounds_in_flight -= 1
+                emitted = report[row][1 : 1 + report[row][0]]
+            if emitted and not seat.sequence.finished:
+                self._keep(seat, emitted, launch, has_match)
+
+    def _keep(self, seat: Seat, emitted: list[int], launch: _Launch, has_match: bool | None) -> None:
+        sequence = seat.sequence
+        if launch.options is None:
+            sequence.keep_first(emitted[0])
+        else:
+            sequence.keep_round(emitted, launch.options)
+            self._rounds[launch.options.method] += 1
+            if launch.is_auto:
+                self.policy.learn(seat.outlook, launch.options, len(emitted), has_match)
+        self._learn_words(emitted)
+        if sequence.finished and self.scheduler.seats.get(seat.slot) is seat:
+            self._release(seat)
+
+    def _release(self, seat: Seat) -> None:
+        self.device.release([seat.slot])
+        self.scheduler.release(seat)
+
+
+def _is_sampled(sequence: Sequence) -> bool:
+    """Whether its choices need more than the best score."""
+    return not sequence.sampling.greedy or sequence.sampling.repetition_penalty != 1
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels are launched on the current device: make it this one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _close(engine: weakref.ref[Engine]) -> None:
+    """At the interpreter's end a thread must not be in the middle of something."""
+    if (one := engine()) is not None:
+        one.close()

@@ -1,0 +1,126 @@
+"""Bringing prompts into the pages: in segments of several sequences at once, or a long one by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspec.attention import AttentionPlan
+from longspec.decoding.choose import choose
+from longspec.decoding.round import Models
+from longspec.decoding.slots import Slots
+from longspec.models.passes import paged_pass
+
+# Tokens of a segment: as many as our own products are for, so that one segment costs hardly more than a step.
+SEGMENT = 64
+
+
+@dataclass(frozen=True)
+class Segments:
+    """n pieces of prompts, of at most SEGMENT tokens each, where kernels can read what they are."""
+
+    slots: Tensor
+    """Whose they are, int64 [n]."""
+    starts: Tensor
+    """Where they begin in the text, int64 [n]."""
+    counts: Tensor
+    """How many tokens they have, int64 [n]."""
+    goals: Tensor
+    """The slot, where the piece is a prompt's end; else the spare one. int64 [n]"""
+    tables: Tensor
+    """The pages of all rows while their prompts are computed, int32 [R, M]: rounds in between see a row's
+    pages only when its prompt is complete."""
+    report: Tensor
+    """For the host, int64 [n]: the first token of a prompt's answer."""
+
+    @classmethod
+    def empty(cls, num_segments: int, tables: Tensor) -> Segments:
+        """Nothing to do for anyone: the last row of the tables is the spare one."""
+
+        def whole() -> Tensor:
+            return torch.zeros(num_segments, dtype=torch.int64, device=tables.device)
+
+        spare = whole() + len(tables) - 1
+        return cls(spare, whole(), whole(), spare.clone(), tables, whole())
+
+
+def take_segments(models: Models, slots: Slots, work: Segments, sampled: bool) -> None:
+    """Compute the pieces, all in one pass, by our own kernels.
+
+    A piece sees those of its sequence that come before it, in this pass too: every layer writes the keys of
+    all pieces before it attends.
+    """
+    from longspec.kernels.tree import segment_places
+
+    target, size = models.target, models.pages.size
+    tokens, positions, places = segment_places(
+        work.starts, work.counts, work.slots, work.tables, slots.text, size, SEGMENT
+    )
+    plan = AttentionPlan(work.starts, work.tables[work.slots], size, SEGMENT)
+    hidden = target(tokens, paged_pass(target, models.pages, positions, places, plan, True))
+    last = (work.counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[2])
+    finish_prompts(models, slots, work, hidden.gather(1, last)[:, 0], sampled)
+
+
+def take_chunk(
+    models: Models, slots: Slots, work: Segments, pages: list[int], start: int, count: int, sampled: bool
+) -> None:
+    """Compute `count` tokens of one sequence from `start` on; its pages are known to the host."""
+    target, kv = models.target, models.pages
+    positions = torch.arange(start, start + count, device=target.device)[None]
+    table = work.tables[work.slots]
+    places = kv.places(table, positions)
+    plan = AttentionPlan(work.starts, table, kv.size, count, known=([start], [pages]))
+    tokens = slots.text[work.slots, start : start + count]
+    hidden = target(tokens, paged_pass(target, kv, positions, places, plan, models.fused))
+    finish_prompts(models, slots, work, hidden[:, -1], sampled)
+
+
+def finish_prompts(models: Models, slots: Slots, work: Segments, last: Tensor, sampled: bool) -> None:
+    """Choose the first token of each prompt that is complete, by the hidden states [n, E] at the pieces'
+    ends, and let its row run. What belongs to no prompt's end goes to the spare row."""
+    goals, ends = work.goals, work.starts + work.counts
+    logits = models.target.logits(last)
+    sampling = slots.sampling.at(goals) if sampled else slots.sampling
+    if models.fused:
+        from longspec.kernels.choose import choose_tokens
+
+        tokens = choose_tokens(logits, sampling, slots.seeds[goals], ends, sampled)
+    else:
+        tokens = choose(logits, sampling, slots.seeds[goals], ends, sampled)
+    work.report.copy_(tokens)
+    slots.text[goals, ends.clamp(max=slots.text.shape[1] - 1)] = tokens
+    slots.seen[goals, tokens] = True
+    slots.lengths[goals] = ends
+    slots.feature[goals] = last
+    slots.num_unread[goals] = 1
+    slots.tables[goals] = work.tables[goals]
+    hit = (slots.eos_ids[goals] == tokens[:, None]).any(1)
+    slots.running[goals] = ~hit & (ends + 1 < slots.limits[goals])
+    slots.running[-1:] = False
+
+
+def read_into_rings(models: Models, slots: Slots, goals: Tensor) -> None:
+    """Bring the last tokens of the rows `goals` [n], all but the root, into the draft's ring: as many as its
+    window has, because more is never seen."""
+    from longspec.kernels.rope import rope_write
+    from longspec.models.fused import FusedOps
+
+    draft, ring, target = models.draft, slots.ring, models.target
+    assert draft is not None
+    assert ring is not None
+    window, num_entries = ring.window, ring.positions.shape[1]
+    lengths = slots.lengths[goals][:, None]
+    positions = (lengths - window).clamp(min=0) + torch.arange(window, device=goals.device)
+    wanted = positions < lengths
+    positions = torch.where(wanted, positions, 0)
+    entries = torch.where(wanted, positions % window, num_entries - 1)
+    held = torch.full((len(goals), num_entries), -1, dtype=torch.int64, device=goals.device)
+    ring.positions[goals] = held.scatter_(1, entries, torch.where(wanted, positions, -1))
+    ops = FusedOps()
+    x, _ = ops.embed(slots.text[goals[:, None], positions], target.embedding, None, draft.reader)
+    places = goals[:, None] * num_entries + entries
+    rope_write(draft.enter(x, ops), target.rope.table, positions, places, *ring.flat)
+    slots.num_unread[goals] = 1

@@ -1,0 +1,175 @@
+"""What an engine takes of a device, worked out from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from longspec.attention.base import copies_whole
+from longspec.cache import DraftRing
+from longspec.config import DraftConfig, ModelConfig
+from longspec.decoding.methods.make import MOST_NODES
+from longspec.errors import UserError
+from longspec.models.placement import (
+    OVERHEAD,
+    draft_weights,
+    free_memory,
+    gigabytes,
+    plan_memory,
+    total_memory,
+)
+
+# Rows that run at once unless a caller says otherwise.
+ROWS_ON_GPU, ROWS_ON_CPU = 128, 16
+# Of the memory that is free beside the weights, so much may become pages.
+SHARE_ON_GPU, SHARE_ON_CPU = 0.85, 0.5
+# Entries of a page: of a tile of our kernels, so that the hardware copies whole tiles; elsewhere few, because
+# only full pages are shared.
+FUSED_PAGE, PLAIN_PAGE = 128, 16
+# Partial results of attention, masks and whatever else of a round does not grow with the vocabulary.
+_SMALL = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class EngineSize:
+    """How large an engine is."""
+
+    max_rows: int
+    max_length: int
+    page_size: int
+    num_pages: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that all sequences together can hold."""
+        return self.num_pages * self.page_size
+
+
+def page_size(dtype: torch.dtype, head_dim: int, fused: bool) -> int:
+    """Entries of a page for kernels of this kind."""
+    return FUSED_PAGE if fused and dtype != torch.float32 and copies_whole(head_dim, dtype) else PLAIN_PAGE
+
+
+def size_engine(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    free: int,
+    page: int,
+    max_length: int | None = None,
+    max_rows: int | None = None,
+    kv_bytes: int | None = None,
+    limit: int | None = None,
+) -> EngineSize:
+    """The pages and rows that fit into `free` bytes, or into `kv_bytes` of pages.
+
+    A text of `max_length` tokens must fit; without one, it is `limit`, or what fits. No more pages are
+    planned than `max_rows` such texts fill.
+    """
+    on_gpu = device.type == "cuda"
+    rows = max_rows or (ROWS_ON_GPU if on_gpu else ROWS_ON_CPU)
+    longest = max_length or limit or config.max_length
+    per_page = page * config.kv_bytes_per_token(dtype.itemsize)
+    share = SHARE_ON_GPU if on_gpu else SHARE_ON_CPU
+    room = kv_bytes if kv_bytes is not None else int(max(0, free - OVERHEAD) * share)
+    beyond = MOST_NODES + page
+    wanted = rows * -(-(longest + beyond) // page)
+    num_pages = min(wanted, room // per_page)
+    fits = num_pages * page - beyond
+    if fits < longest and (max_length is not None or fits < 2):
+        needed = -(-(longest + beyond) // page) * per_page
+        raise UserError(
+            f"a text of {longest} tokens takes {gigabytes(needed)} of KV, but {device} has room for "
+            f"{gigabytes(room)}; lower max_length to {max(fits, 0)}, or give more (kv_memory), or load the "
+            "target in a smaller dtype or on another device"
+        )
+    return EngineSize(rows, min(longest, fits), page, num_pages)
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """Bytes, part by part."""
+
+    weights: int
+    kv: int
+    """Pages for all rows, with room for a tree behind each."""
+    rope: int
+    draft_weights: int
+    draft_kv: int
+    """Of all rows; the same at every context."""
+    graphs: int
+    """Reserved for the pool that captured rounds share; 0 where rounds are not captured."""
+    working: int
+    """Reserved for libraries, the activations of a chunk of prompts and the logits."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """What is needed, and what the device has."""
+
+    needs: MemoryNeeds
+    free: int
+    device_total: int
+
+    @property
+    def left(self) -> int:
+        """Free memory that nothing is planned for; below 0 it does not fit."""
+        return self.free - self.needs.total
+
+
+def plan_decoding(
+    config: ModelConfig,
+    draft: DraftConfig | None,
+    context: int,
+    batch: int,
+    tree_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> MemoryBudget:
+    """The memory of answering `batch` prompts side by side, each of `context` tokens with its answer."""
+    target = plan_memory(config, dtype, device)
+    on_gpu = device.type == "cuda"
+    num_nodes = sum(tree_shape) + 1
+    page = page_size(dtype, config.head_dim, on_gpu)
+    num_pages = batch * -(-(context + num_nodes) // page)
+    rope = 2 * (context + MOST_NODES) * config.head_dim * torch.float32.itemsize
+    needs = MemoryNeeds(
+        weights=target.weights,
+        kv=num_pages * page * target.kv_per_token,
+        rope=rope,
+        draft_weights=draft_weights(config, draft, dtype) if draft else 0,
+        draft_kv=batch * DraftRing.size_of(config, draft, num_nodes, dtype) if draft else 0,
+        graphs=graph_pool(config, draft, batch, tree_shape, dtype) if on_gpu else 0,
+        working=OVERHEAD,
+    )
+    return MemoryBudget(needs, free_memory(device), total_memory(device))
+
+
+def graph_pool(
+    config: ModelConfig,
+    draft: DraftConfig | None,
+    batch: int,
+    tree_shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> int:
+    """About the most that a captured round holds at a time: the scores, and the activations of a layer."""
+    nodes = batch * (sum(tree_shape) + 1)
+    verify = nodes * 2 * 4 * config.vocab_size + _activations(config, nodes, dtype)
+    if draft is None:
+        return verify + _SMALL
+    # Of a level: its scores, those with noise and their log-softmax; and the noise of all levels.
+    width = draft.draft_vocab or config.vocab_size
+    return verify + batch * 4 * (3 * max(tree_shape) + len(tree_shape)) * width + _SMALL
+
+
+def _activations(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes that a layer holds of so many tokens."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    layer = 3 * config.intermediate_size + 4 * config.hidden_size + 2 * heads * config.head_dim
+    return num_tokens * layer * dtype.itemsize

@@ -1,0 +1,159 @@
+"""Who waits, who has a slot, and who holds which pages. Nothing here touches the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from longspec.cache import PagePool
+from longspec.engine.auto import Outlook
+from longspec.engine.sequence import Sequence
+
+
+@dataclass(eq=False)
+class Seat:
+    """A sequence that has a slot: its pages and how far it has come."""
+
+    sequence: Sequence
+    slot: int
+    text: list[int]
+    """What is to be computed before it can go on: its prompt and what it has said."""
+    pages: list[int]
+    hashes: list[bytes]
+    """Of the full pages of `text`."""
+    computed: int
+    """Tokens of `text` whose KV is there, or is on its way."""
+    outlook: Outlook
+    num_in_flight: int = 0
+    """The most tokens that its rounds on their way may emit."""
+    rounds_in_flight: int = 0
+    num_unread: int | None = None
+    """The most tokens that the draft has not read yet; None where it has read nothing."""
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether tokens of `text` are left to compute."""
+        return self.computed < len(self.text)
+
+    @property
+    def length(self) -> int:
+        """The most entries that the pages may hold by now."""
+        said = len(self.sequence.prompt) + len(self.sequence.tokens)
+        return min(said - 1 + self.num_in_flight, self.sequence.limit - 1)
+
+
+@dataclass
+class Scheduler:
+    """The waiting line, the seats and the pages."""
+
+    pool: PagePool
+    max_rows: int
+    waiting: deque[Sequence] = field(default_factory=deque)
+    seats: dict[int, Seat] = field(default_factory=dict)
+    """By slot; in the order of admission."""
+    num_paused: int = 0
+    """How often a sequence had to give its pages to an older one."""
+
+    @property
+    def filling(self) -> list[Seat]:
+        """Those whose prompts are being computed."""
+        return [seat for seat in self.seats.values() if seat.is_filling]
+
+    @property
+    def running(self) -> list[Seat]:
+        """Those that emit tokens."""
+        return [seat for seat in self.seats.values() if not seat.is_filling]
+
+    @property
+    def num_rows(self) -> int:
+        """Slots up to the last one that is taken."""
+        return max(self.seats, default=-1) + 1
+
+    def admit(self) -> list[Seat]:
+        """Give slots and pages to those who wait, in order, as far as there are any."""
+        admitted: list[Seat] = []
+        later: list[Sequence] = []
+        while self.waiting and len(self.seats) < self.max_rows:
+            sequence = self.waiting.popleft()
+            text = sequence.text
+            hashes = self.pool.hashes(text)
+            # One token at least is left to compute, for its logits; and a shared page is never written.
+            useful = hashes[: (len(text) - 1) // self.pool.size]
+            shared = self.pool.share(useful)
+            following = useful[len(shared) : len(shared) + 1]
+            if following and self.pool.is_promised(following[0]):
+                # Somebody computes the same page right now: wait for it instead of doing it twice.
+                self.pool.release(shared)
+                later.append(sequence)
+                continue
+            needed = -(-(len(text) + 1) // self.pool.size) - len(shared)
+            own = self.pool.take(needed, shared[-1] if shared else None)
+            if own is None:
+                self.pool.release(shared)
+                self.waiting.appendleft(sequence)
+                break
+            admitted.append(self._seat(sequence, text, hashes, shared, own))
+        self.waiting.extendleft(reversed(later))
+        return admitted
+
+    def _seat(
+        self, sequence: Sequence, text: list[int], hashes: list[bytes], shared: list[int], own: list[int]
+    ) -> Seat:
+        slot = next(slot for slot in range(self.max_rows) if slot not in self.seats)
+        computed = len(shared) * self.pool.size
+        if not sequence.tokens:
+            sequence.num_shared = computed
+        outlook = Outlook(sequence.sampling.temperature)
+        seat = Seat(sequence, slot, text, [*shared, *own], hashes, computed, outlook)
+        self.pool.promise(hashes[len(shared) :])
+        self.seats[slot] = seat
+        return seat
+
+    def note_computed(self, seat: Seat, count: int) -> None:
+        """The next tokens of a prompt are on their way: whoever comes later may share their full pages."""
+        size = self.pool.size
+        before, seat.computed = seat.computed // size, seat.computed + count
+        after = seat.computed // size
+        self.pool.withdraw(seat.hashes[before:after])
+        self.pool.remember(seat.pages[:after], seat.hashes[:after])
+
+    def grow(self, seat: Seat, num_entries: int) -> list[int] | None:
+        """See that a seat has pages for so many entries; returns the new ones, or None if there are none."""
+        lacking = -(-num_entries // self.pool.size) - len(seat.pages)
+        if lacking <= 0:
+            return []
+        pages = self.pool.take(lacking, seat.pages[-1])
+        if pages is not None:
+            seat.pages += pages
+        return pages
+
+    def release(self, seat: Seat) -> None:
+        """Take the slot and the pages back. What the pages hold of the text is remembered."""
+        size = self.pool.size
+        self.pool.withdraw(seat.hashes[seat.computed // size :])
+        # Of the newest token there may be no KV yet.
+        known = seat.computed if seat.is_filling else len(seat.sequence.text) - 1
+        hashes = seat.hashes if seat.is_filling else self.pool.hashes(seat.sequence.text)
+        self.pool.remember(seat.pages[: known // size], hashes)
+        self.pool.release(seat.pages)
+        del self.seats[seat.slot]
+
+    def pause(self, seat: Seat) -> None:
+        """Send a sequence back to the head of the line; it is computed again when there is room."""
+        self.release(seat)
+        self.waiting.appendleft(seat.sequence)
+        self.num_paused += 1
+
+    def hole(self, is_enough: int) -> tuple[Seat, int] | None:
+        """A seat that should move, and its new slot, so that the seats need no more than `is_enough` rows."""
+        if len(self.seats) > is_enough or self.num_rows <= is_enough:
+            return None
+        last = self.seats[self.num_rows - 1]
+        free = next(slot for slot in range(is_enough) if slot not in self.seats)
+        return last, free
+
+    def move(self, seat: Seat, slot: int) -> None:
+        """Give a seat another slot."""
+        moved = {slot if one is seat else old: one for old, one in self.seats.items()}
+        seat.slot = slot
+        self.seats = moved

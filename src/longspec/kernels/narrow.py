@@ -1,0 +1,116 @@
+"""The least score that top-k keeps, for rows that each have their own k.
+
+Tokens above each of sixteen thresholds settle four bits of it (floats are ordered as their bits are), so
+eight turns find it. A row without top-k leaves each of these launches at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspec.kernels.launch import await_turn, launched, overlap
+from longspec.kernels.scores import Scores, is_sampled, row_peak, row_temperature, scaled
+
+_TURNS = 8
+
+
+@triton.jit
+def _num_wanted(given, row, repeat):
+    """How many tokens top-k keeps of a row; 0 where it is off."""
+    wanted = tl.load(given.top_k + row // repeat)
+    return tl.where(is_sampled(given, row, repeat) & (wanted < given.size), wanted, 0).to(tl.int32)
+
+
+@triton.jit
+def _settled(counts, known, row, turn, wanted, num_parts, PARTS: tl.constexpr):
+    """The bits known after `turn` turns, where `wanted` tokens must lie above the threshold."""
+    digit, part = tl.arange(0, 16), tl.arange(0, PARTS)
+    place = ((turn % 2 * tl.num_programs(1) + row) * num_parts + part)[:, None] * 16 + digit[None, :]
+    totals = tl.sum(tl.load(counts + place, mask=(part < num_parts)[:, None], other=0), 0)
+    enough = tl.sum(((totals >= wanted) & (digit > 0)).to(tl.int32), 0)
+    return tl.load(known + turn % 2 * tl.num_programs(1) + row) | (enough << (32 - 4 * turn))
+
+
+@launched
+@triton.jit(do_not_specialize=["turn", "num_parts", "num_peaks", "repeat", "depth"])
+def _narrow_kernel(
+    given, peaks, counts, known, turn, num_parts, num_peaks, repeat, depth,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, PEAKS: tl.constexpr,
+    PENALTY: tl.constexpr, PATH: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Count a part's tokens above the sixteen next thresholds."""
+    await_turn(OVERLAP)
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    wanted = _num_wanted(given, row, repeat)
+    if wanted <= 0:
+        return
+    bits = tl.zeros([], tl.int32)
+    if turn > 0:
+        bits = _settled(counts, known, row, turn, wanted, num_parts, PARTS)
+    # What this turn writes, the next one reads: two sets in turn, so that nobody reads what is being written.
+    ours = (turn + 1) % 2 * tl.num_programs(1) + row
+    if part == 0:
+        tl.store(known + ours, bits)
+    peak = row_peak(peaks, row, num_peaks, PEAKS)
+    digit = tl.arange(0, 16)
+    lowest = bits.to(tl.uint32)
+    highest = lowest | (tl.full([], 0xFFFFFFFF, tl.uint32) >> (4 * turn).to(tl.uint32))
+    threshold = lowest + (digit.to(tl.uint32) << (28 - 4 * turn))
+    total = tl.zeros([16], tl.int32)
+    # A part whose best lies below all thresholds is not read again: soon that is nearly every part.
+    blocks = part * BLOCKS + tl.arange(0, BLOCKS)
+    own = tl.load(peaks + row * num_peaks + blocks, mask=blocks < num_peaks, other=-float("inf"))
+    best = tl.div_rn(tl.max(own, 0) - peak, row_temperature(given, row, repeat))
+    reaches = (0x7FFFFFFF - tl.abs(best).to(tl.int32, bitcast=True)).to(tl.uint32) >= lowest
+    for block in tl.range(0, tl.where(reaches, BLOCKS, 0)):
+        i = (part * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
+        score = scaled(given, row, i, peak, repeat, depth, PENALTY, PATH)
+        height = (0x7FFFFFFF - tl.abs(score).to(tl.int32, bitcast=True)).to(tl.uint32)
+        # What lies above all thresholds counts for each; between them there is mostly nothing any more.
+        total += tl.sum(((height > highest) & (i < given.size)).to(tl.int32), 0)
+        between = (height >= lowest) & (height <= highest) & (i < given.size)
+        if tl.max(between.to(tl.int32), 0) > 0:
+            above = (height[None, :] >= threshold[:, None]) & between[None, :]
+            total += tl.sum(above.to(tl.int32), 1)
+    tl.store(counts + (ours * num_parts + part) * 16 + digit, total)
+
+
+@launched
+@triton.jit(do_not_specialize=["turn", "num_parts", "repeat"])
+def _least_kernel(
+    given, leasts, counts, known, turn, num_parts, repeat, PARTS: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """Turn the bits that are known at last into the least score that is kept."""
+    await_turn(OVERLAP)
+    row = tl.program_id(1).to(tl.int64)
+    wanted = _num_wanted(given, row, repeat)
+    if wanted > 0:
+        bits = _settled(counts, known, row, turn, wanted, num_parts, PARTS)
+        tl.store(leasts + row, -(0x7FFFFFFF - bits).to(tl.float32, bitcast=True))
+
+
+def keep_top_k(
+    given: Scores, peaks: Tensor, leasts: Tensor, repeat: int, depth: int, blocks: dict[str, Any]
+) -> None:
+    """Raise `leasts` [R] to the least score that top-k keeps, of rows that have a top-k.
+
+    peaks [R, parts] are the best scores of parts of `blocks["BLOCK"]` tokens.
+    """
+    (R, V), device = given.logits.shape, given.logits.device
+    # Of many rows each program takes more: what it must know first costs as much as a block does.
+    num_blocks = 1 if R < 8 else 4
+    num_parts, num_peaks = triton.cdiv(V, num_blocks * blocks["BLOCK"]), peaks.shape[1]
+    counts = torch.empty(2, R, num_parts, 16, dtype=torch.int32, device=device)
+    known = torch.empty(2, R, dtype=torch.int32, device=device)
+    parts = {"PARTS": triton.next_power_of_2(num_parts)}
+    for turn in range(_TURNS):
+        _narrow_kernel[(num_parts, R)](
+            given, peaks, counts, known, turn, num_parts, num_peaks, repeat, depth,
+            BLOCKS=num_blocks, PEAKS=triton.next_power_of_2(num_peaks), **blocks, **parts,
+        )  # fmt: skip
+    _least_kernel[(1, R)](given, leasts, counts, known, _TURNS, num_parts, repeat, **parts, **overlap(device))

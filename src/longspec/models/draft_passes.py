@@ -1,0 +1,112 @@
+"""Passes of the draft while decoding: over its ring and its tree, and over the target's KV in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspec.attention import Attention, AttentionPlan
+from longspec.cache import DraftRing, Pages
+from longspec.models.draft import GlideDraft
+from longspec.models.layers import PLAIN, Ops, Rope
+from longspec.models.rope import rotate
+
+
+@dataclass(frozen=True)
+class PlainDraftPass:
+    """By torch's operations: the root, or one level of nodes."""
+
+    draft: GlideDraft
+    ring: DraftRing
+    pages: Pages
+    attention: Attention
+    plan: AttentionPlan
+    rope: Rope
+    """Of all tokens that are projected; those whose hidden states are asked for come first."""
+    entries: Tensor | None
+    """Where the keys and values go in the ring, [B, T]; None: behind it, as nodes from `first` on."""
+    first: int
+    sees: Tensor
+    """What of the ring the queries see: the number of its first entries, [B], or a mask [B, n, S]."""
+    num_queries: int
+    ops: Ops = PLAIN
+
+    def attend_self(self, qkv: Tensor) -> Tensor:
+        """See `DraftPass.attend_self`."""
+        q, k, v = self.draft.heads(qkv, self.rope)
+        if self.entries is None:
+            self.ring.put_nodes(self.first, k, v)
+        else:
+            self.ring.put(self.entries, k, v)
+        attend = self.attention.filled if self.sees.ndim == 1 else self.attention.masked
+        return attend(q[:, : self.num_queries], self.ring.keys, self.ring.values, self.sees)[0].flatten(2)
+
+    def attend_cross(self, queries: Tensor) -> Tensor:
+        """See `DraftPass.attend_cross`. Every node of a round lags so far as to see all the prefix."""
+        cos, sin = (part[:, : self.num_queries] for part in self.rope)
+        heads = rotate(queries.unflatten(-1, (-1, self.draft.head_dim)), cos, sin)
+        layers = self.draft.config.layers_of(self.draft.target_config)
+        outs = [
+            self.attention.prefix(q, *self.pages.layer(layer), self.plan)[0]
+            for q, layer in zip(heads.chunk(len(layers), 2), layers, strict=True)
+        ]
+        return torch.cat(outs, 2).flatten(2)
+
+
+@dataclass(frozen=True)
+class FusedDraftPass:
+    """By our own kernels."""
+
+    draft: GlideDraft
+    ring: DraftRing
+    pages: Pages
+    attention: Attention
+    plan: AttentionPlan
+    table: Tensor
+    """Of `RopeTable`."""
+    parents: Tensor
+    """Of the tree's nodes, int64 [B, N]; those of the levels that are there."""
+    positions: Tensor
+    """Of all tokens that are projected, [B, T]."""
+    entries: Tensor
+    queries_at: Tensor
+    """The positions of those whose hidden states are asked for, [B, n]."""
+    first: int
+    depth: int
+    ops: Ops
+
+    def attend_self(self, qkv: Tensor) -> Tensor:
+        """See `DraftPass.attend_self`."""
+        from longspec.kernels.masked import Nodes, masked
+        from longspec.kernels.rope import rope_write
+
+        ring = self.ring
+        q = rope_write(qkv, self.table, self.positions, self.entries, ring.keys, ring.values)
+        nodes = Nodes(ring.positions, ring.window, self.plan.lengths, self.parents, self.first, self.depth)
+        return masked(q[:, : self.queries_at.shape[1]], ring.keys, ring.values, nodes)[0].flatten(2)
+
+    def attend_cross(self, queries: Tensor) -> Tensor:
+        """See `DraftPass.attend_cross`."""
+        from longspec.kernels.rope import rope_write
+
+        # Queries alone: no head of a cache takes part.
+        none = self.ring.keys[:, :0]
+        heads = rope_write(queries, self.table, self.queries_at, self.queries_at, none, none)
+        cross = _cross_pages(self.pages, self.draft.config.layers_of(self.draft.target_config))
+        outs = [
+            self.attention.prefix(q, *pair, self.plan)[0]
+            for q, pair in zip(heads.chunk(len(cross), 2), cross, strict=True)
+        ]
+        return (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).flatten(2)
+
+
+def _cross_pages(pages: Pages, layers: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    """The keys and values of these layers: as one pair [C, K, S, D] where the layers stand evenly, so that
+    one call attends to all of them; otherwise a pair of each."""
+    step = layers[1] - layers[0] if len(layers) > 1 else 1
+    if step > 0 and layers == tuple(range(layers[0], layers[-1] + 1, step)):
+        every = slice(layers[0], layers[-1] + 1, step)
+        return [(pages.keys[every], pages.values[every])]
+    return [pages.layer(layer) for layer in layers]

@@ -1,0 +1,144 @@
+"""What `generate` and `stream` take beside the prompt, checked."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+from longspec.decoding.choose import Sampling
+from longspec.decoding.methods.make import MethodOptions
+from longspec.errors import UserError, number, whole_number, whole_numbers
+
+DEFAULT_MAX_NEW_TOKENS = 512
+
+
+class Options(TypedDict, total=False):
+    """What `generate` and `stream` take beside the prompt; what is left out follows the model's config."""
+
+    max_new_tokens: int | None
+    """None: as many as fit, at most 512."""
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | Sequence[int] | None
+    """One per row, or one from which row i gets `seed + i`; None draws one, and the result tells it."""
+    stop: str | Sequence[str] | None
+    """Strings that end an answer; they are not part of it."""
+    eos_ids: Sequence[int] | None
+    """Tokens that end an answer, instead of the model's own; with none of them only its length does."""
+    raw: bool
+    """Whether texts skip the chat template."""
+    method: str
+    """auto, vanilla, seq, tree, magicdec or lookup; see `MethodOptions` for this and what follows."""
+    gamma: int
+    tree_shape: Sequence[int]
+    max_nodes: int | None
+    num_copied: int
+    acceptance: str
+    min_confidence: float
+    sinks: int
+    window: int
+    max_ngram: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options, checked as far as that goes without a model."""
+
+    sampling: dict[str, Any]
+    """Those given; the rest follows the model."""
+    method: MethodOptions
+    max_new_tokens: int | None
+    seed: int | list[int] | None
+    stop: tuple[str, ...]
+    eos_ids: frozenset[int] | None
+    raw: bool
+
+
+def read_options(options: Mapping[str, Any]) -> Settings:
+    """What the options mean; a bad one is refused by name."""
+    unknown = next((name for name in options if name not in Options.__annotations__), None)
+    if unknown is not None:
+        raise UserError(f"option {unknown!r} is unknown; there are: {', '.join(Options.__annotations__)}")
+    given = {name: value for name, value in options.items() if value is not None}
+    names = [field.name for field in fields(Sampling)]
+    sampling = {name: given[name] for name in names if name in given}
+    Sampling(**sampling)
+    max_new_tokens = (
+        whole_number("max_new_tokens", given["max_new_tokens"]) if "max_new_tokens" in given else None
+    )
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    return Settings(
+        sampling=sampling,
+        method=method_options(given),
+        max_new_tokens=max_new_tokens,
+        seed=_checked_seed(given.get("seed")),
+        stop=_stop_strings(given.get("stop", ())),
+        eos_ids=frozenset(whole_numbers("eos_ids", given["eos_ids"])) if "eos_ids" in given else None,
+        raw=bool(given.get("raw", False)),
+    )
+
+
+def method_options(options: Mapping[str, Any]) -> MethodOptions:
+    """Those of the options that concern the method, checked."""
+    names = {field.name for field in fields(MethodOptions)}
+    given = {name: value for name, value in options.items() if name in names and value is not None}
+    if "min_confidence" in given:
+        given["min_confidence"] = number("min_confidence", given["min_confidence"])
+    for name in given.keys() - {"method", "acceptance", "tree_shape", "min_confidence"}:
+        given[name] = whole_number(name, given[name])
+    if "tree_shape" in given:
+        given["tree_shape"] = tuple(whole_numbers("tree_shape", given["tree_shape"]))
+    return MethodOptions(**given)
+
+
+def room_for(max_length: int, num_prompt: int, wanted: int | None) -> int:
+    """How many tokens a row may add."""
+    room = max_length - num_prompt
+    if room < 1:
+        raise UserError(
+            f"the prompt has {num_prompt} tokens, but the context holds {max_length} including the answer; "
+            f"shorten it to at most {max_length - 1} tokens"
+        )
+    if wanted is None:
+        return min(room, DEFAULT_MAX_NEW_TOKENS)
+    if wanted > room:
+        raise UserError(
+            f"max_new_tokens {wanted} does not fit: the context holds {max_length} tokens and the prompt "
+            f"takes {num_prompt}, so at most {room} new tokens fit"
+        )
+    return wanted
+
+
+def _checked_seed(seed: Any) -> int | list[int] | None:
+    if seed is None:
+        return None
+    several = isinstance(seed, Sequence) or getattr(seed, "ndim", 0) > 0
+    seeds = whole_numbers("seed", seed) if several else [whole_number("seed", seed)]
+    wrong = next((one for one in seeds if not 0 <= one < 2**63), None)
+    if wrong is not None:
+        raise UserError(f"seed {wrong} must lie between 0 and 2**63 - 1")
+    return seeds if several else seeds[0]
+
+
+def seeds_for(seed: int | list[int] | None, num_rows: int) -> list[int]:
+    if seed is None:
+        seed = secrets.randbits(31)
+    seeds = [(seed + row) % 2**63 for row in range(num_rows)] if isinstance(seed, int) else seed
+    if len(seeds) != num_rows:
+        raise UserError(f"{len(seeds)} seeds for {num_rows} prompts; give one each, or a single one")
+    return seeds
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence) else tuple(stop)
+    if not all(isinstance(one, str) for one in strings):
+        raise UserError(f"stop is {stop!r}; a text or a list of texts is needed")
+    if not all(strings):
+        raise UserError("a stop string is empty; it would stop every answer at once")
+    return strings

@@ -58,22 +58,20 @@ class AttentionPlan:
         parts = ((0, self.sinks), (length - self.window, length))
         return [(start, end) for start, end in parts if start < end]
 
-    def entries(self, x: Tensor, row: int, start: int, end: int) -> Tensor:
-        """A row's entries from `start` to before `end` of keys or values x [K, S, D]: a slice where the
-        pages follow each other, else a copy."""
+    def runs(self, row: int, start: int, end: int) -> list[slice]:
+        """Where a row's entries from `start` to before `end` stand among all pages: a slice for each run of
+        pages that follow each other."""
         size, table = self.page_size, self._host_tables[row]
-        parts: list[list[int]] = []
+        found: list[list[int]] = []
         for index in range(start // size, -(-end // size)):
             first = table[index] * size
             begin = first + max(start - index * size, 0)
             stop = first + min(end - index * size, size)
-            if parts and parts[-1][1] == begin:
-                parts[-1][1] = stop
+            if found and found[-1][1] == begin:
+                found[-1][1] = stop
             else:
-                parts.append([begin, stop])
-        if len(parts) == 1:
-            return x[:, parts[0][0] : parts[0][1]]
-        return torch.cat([x[:, begin:stop] for begin, stop in parts], 1)
+                found.append([begin, stop])
+        return [slice(*run) for run in found]
 
 
 class Attention(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -34,23 +36,20 @@ class TorchAttention:
     ) -> tuple[Tensor, Tensor]:
         length, ranges = plan.host_lengths[row], plan.ranges(row)
         end = length + plan.num_new
-
-        def pair(start: int, stop: int) -> tuple[Tensor, Tensor]:
-            return plan.entries(k, row, start, stop), plan.entries(v, row, start, stop)
-
         if plan.num_new == 1:
             # The one new token is like one more of the prefix: a part that ends there takes it along.
-            result = _unmasked(q, *pair(ranges.pop()[0] if ranges else length, end))
-        elif plan.tree is None and plan.num_new > _SHORT:
-            result = _causal(q, *pair(length, end))
+            ranges = [*ranges[:-1], (ranges[-1][0] if ranges else length, end)]
+            return _over(q, k, v, [run for part in ranges for run in plan.runs(row, *part)])
+        runs = [run for part in ranges for run in plan.runs(row, *part)]
+        own = plan.runs(row, length, end)
+        if plan.tree is None and plan.num_new > _SHORT:
+            result = _causal(q, _cut(k, own), _cut(v, own))
         else:
-            groups = q.shape[1] // k.shape[0]
-            if ranges == [(0, length)] and _fits_one_mask(q, plan.num_new * groups * end):
-                return _biased(q, *pair(0, end), _whole_bias(plan, row, q, groups))
-            result = _masked(q, *pair(length, end), _tree_of(plan, row))
-        for start, stop in ranges:
-            result = merge(_unmasked(q, *pair(start, stop)), result)
-        return result
+            whole, groups = plan.runs(row, 0, end), q.shape[1] // k.shape[0]
+            if ranges == [(0, length)] and len(whole) == 1 and _fits_mask(q, plan.num_new * groups * end):
+                return _biased(q, k[:, whole[0]], v[:, whole[0]], _whole_bias(plan, row, q, groups))
+            result = _masked(q, _cut(k, own), _cut(v, own), _tree_of(plan, row))
+        return merge(_over(q, k, v, runs), result) if runs else result
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """See `Attention.prefix`."""
@@ -58,15 +57,9 @@ class TorchAttention:
             return by_layer(self, q, k, v, plan)
         rows = []
         for row in range(q.shape[0]):
-            result = None
-            for start, stop in plan.ranges(row):
-                keys, values = plan.entries(k, row, start, stop), plan.entries(v, row, start, stop)
-                part = _unmasked(q[row], keys, values)
-                result = merge(part, result) if result else part
-            if result is None:
-                nothing = q.new_full(q.shape[1:3], -torch.inf, dtype=torch.float32)
-                result = (torch.zeros_like(q[row]), nothing)
-            rows.append(result)
+            runs = [run for part in plan.ranges(row) for run in plan.runs(row, *part)]
+            nothing = q.new_full(q.shape[1:3], -torch.inf, dtype=torch.float32)
+            rows.append(_over(q[row], k, v, runs) if runs else (torch.zeros_like(q[row]), nothing))
         return _stack(rows)
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +72,7 @@ class TorchAttention:
         return _stack([_unmasked(q[row], k[row, :, :end], v[row, :, :end]) for row, end in enumerate(ends)])
 
 
-def _fits_one_mask(q: Tensor, size: int) -> bool:
+def _fits_mask(q: Tensor, size: int) -> bool:
     """Whether one mask covers prefix and new tokens. On a GPU, or over a long prefix, two calls are better."""
     return q.device.type == "cpu" and size <= _LARGEST_BIAS
 
@@ -99,6 +92,17 @@ def _tree_of(plan: AttentionPlan, row: int) -> Tensor:
     if plan.tree is None:
         return torch.ones(plan.num_new, plan.num_new, dtype=torch.bool, device=plan.lengths.device).tril()
     return plan.tree if plan.tree.ndim == 2 else plan.tree[row]
+
+
+def _over(q: Tensor, k: Tensor, v: Tensor, runs: list[slice]) -> tuple[Tensor, Tensor]:
+    """Queries [T, H, D] over these parts of keys [K, S, D], every query seeing every key."""
+    parts = [_unmasked(q, k[:, run], v[:, run]) for run in runs]
+    return reduce(merge, parts)
+
+
+def _cut(x: Tensor, runs: list[slice]) -> Tensor:
+    """These parts of keys or values [K, S, D], in one piece."""
+    return x[:, runs[0]] if len(runs) == 1 else torch.cat([x[:, run] for run in runs], 1)
 
 
 def _stack(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -45,22 +45,24 @@ class PagePool:
     def take(self, count: int, after: int | None = None) -> list[int] | None:
         """`count` pages, or None where there are not so many.
 
-        The next one after `after`, the last page of who asks, is preferred, because pages in a row are read
-        without a copy.
+        The next one after `after`, the last page of who asks, is preferred, even over a text that is only
+        remembered, because pages in a row are read as one.
         """
         if count > self.num_available:
             return None
-        while self._num_free < count:
-            self._forget(next(iter(self._unheld)))
         taken: list[int] = []
         for _ in range(count):
+            if not self._num_free:
+                self._forget(next(iter(self._unheld)))
             following = DUMP if after is None else after + 1
+            if following in self._unheld:
+                self._forget(following)
             if following > self.num_pages or not self._free[following]:
                 following = self._room()
             self._free[following] = False
+            self._num_free -= 1
             taken.append(following)
             after = following
-        self._num_free -= count
         self._holders.update(taken)
         return taken
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import reduce
 
 import torch
@@ -13,6 +14,8 @@ from longspec.attention.base import AttentionPlan, by_layer, merge
 _SHORT = 64
 # Up to so many entries one mask covers prefix and new tokens; beyond, reading it costs more than a merge.
 _LARGEST_BIAS = 2**18
+# Queries of a long prompt that are attended with at a time on a GPU.
+_BLOCK = 2048
 
 
 class TorchAttention:
@@ -43,13 +46,34 @@ class TorchAttention:
         runs = [run for part in ranges for run in plan.runs(row, *part)]
         own = plan.runs(row, length, end)
         if plan.tree is None and plan.num_new > _SHORT:
+            if plan.window is None and _has_cudnn(q):
+                return self._attend_blocks(q, k, v, plan, row)
             result = _causal(q, _cut(k, own), _cut(v, own))
         else:
             whole, groups = plan.runs(row, 0, end), q.shape[1] // k.shape[0]
             if ranges == [(0, length)] and len(whole) == 1 and _fits_mask(q, plan.num_new * groups * end):
                 return _biased(q, k[:, whole[0]], v[:, whole[0]], _whole_bias(plan, row, q, groups))
             result = _masked(q, _cut(k, own), _cut(v, own), _tree_of(plan, row))
-        return merge(_over(q, k, v, runs), result) if runs else result
+        return self._merge(_over(q, k, v, runs), result) if runs else result
+
+    def _attend_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, row: int
+    ) -> tuple[Tensor, Tensor]:
+        """A long chain's queries, block by block: each sees all entries before its block, and its own block
+        causally. Blocks of this size are what cuDNN does fastest."""
+        length, found = plan.host_lengths[row], []
+        for first in range(0, plan.num_new, _BLOCK):
+            block, start = q[first : first + _BLOCK], length + first
+            own = plan.runs(row, start, start + len(block))
+            result = _causal(block, _cut(k, own), _cut(v, own))
+            for run in plan.runs(row, 0, start):
+                for part in _pieces(run, len(block)):
+                    result = self._merge(_unmasked(block, k[:, part], v[:, part]), result)
+            found.append(result)
+        return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
+
+    def _merge(self, one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return merge(one, two)
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """See `Attention.prefix`."""
@@ -94,6 +118,18 @@ def _tree_of(plan: AttentionPlan, row: int) -> Tensor:
     return plan.tree if plan.tree.ndim == 2 else plan.tree[row]
 
 
+def _pieces(run: slice, num_queries: int) -> Iterator[slice]:
+    """The parts of a run of keys that one call each attends to. cuDNN prepares itself for every new shape, for
+    a tenth of a second, so it gets few of them: powers of two, behind which a shorter rest comes."""
+    start = run.start
+    while run.stop - start >= _BLOCK and num_queries == _BLOCK:
+        size = 1 << ((run.stop - start).bit_length() - 1)
+        yield slice(start, start + size)
+        start += size
+    if start < run.stop:
+        yield slice(start, run.stop)
+
+
 def _over(q: Tensor, k: Tensor, v: Tensor, runs: list[slice]) -> tuple[Tensor, Tensor]:
     """Queries [T, H, D] over these parts of keys [K, S, D], every query seeing every key."""
     parts = [_unmasked(q, k[:, run], v[:, run]) for run in runs]
@@ -114,7 +150,7 @@ def _stack(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _unmasked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Queries [T, H, D] over keys [K, S, D], every query seeing every key."""
-    if len(q) > _SHORT and _has_cudnn(q):
+    if _suits_cudnn(q, k):
         return _cudnn(q, k, v, causal=False)
     out, lse = _flash(_fold(q, k.shape[0]), k, v)
     return _unfold(out, q.shape), _unfold(lse, q.shape[:2])
@@ -135,7 +171,7 @@ def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tens
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Query t sees keys 0..t."""
-    if _has_cudnn(q):
+    if _suits_cudnn(q, k):
         return _cudnn(q, k, v, causal=True)
     # One call per query head of a group: folded rows would not be causal.
     T, H, D = q.shape
@@ -147,8 +183,14 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_cudnn(q: Tensor) -> bool:
-    """Whether cuDNN's attention takes these queries: on an H200 it is nearly twice as fast as flash."""
+    """Whether cuDNN's attention takes such queries: on an H200 it is nearly twice as fast as flash."""
     return q.is_cuda and q.dtype != torch.float32 and q.shape[2] % 8 == 0 and q.shape[2] <= 128
+
+
+def _suits_cudnn(q: Tensor, k: Tensor) -> bool:
+    """Whether it is a shape that cuDNN is prepared for; see `_pieces`."""
+    size = k.shape[1]
+    return _has_cudnn(q) and len(q) == _BLOCK and size >= _BLOCK and size & (size - 1) == 0
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from longspec.attention.base import AttentionPlan, copies_whole
 from longspec.attention.torch_backend import TorchAttention
 from longspec.kernels.attention import attend
+from longspec.kernels.merge import merge
 
 # As many as the largest tree has nodes. More are prefill, for which libraries are faster.
 MAX_QUERIES = 512
@@ -39,6 +40,9 @@ class TritonAttention(TorchAttention):
             return super().prefix(q, k, v, plan)
         tables, size = plan.tables, plan.page_size
         return attend(q, k, v, plan.lengths, tables, size, None, False, plan.sinks, plan.window)
+
+    def _merge(self, one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return merge(one, two) if self.can_fuse(one[0], one[0].shape[-1]) else super()._merge(one, two)
 
     def _covers(self, q: Tensor) -> bool:
         """Whether the kernels are for these queries [B, T, H, D]."""

@@ -101,9 +101,7 @@ class DraftRing:
 
     def first(self, num_rows: int) -> DraftRing:
         """The first rows, sharing the buffers."""
-        return DraftRing(
-            self.keys[:num_rows], self.values[:num_rows], self.positions[:num_rows], self.window
-        )
+        return DraftRing(self.keys[:num_rows], self.values[:num_rows], self.positions[:num_rows], self.window)
 
     def move(self, source: int, goal: int) -> None:
         """Put one row in place of another."""

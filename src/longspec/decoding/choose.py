@@ -106,13 +106,15 @@ class SamplingRows:
 
     def put(self, rows: Tensor, settings: Sequence[Sampling]) -> None:
         """Give rows [n] these settings; what they have seen is forgotten."""
-        names = ("temperature", "top_p", "min_p", "repetition_penalty")
-        numbers = torch.tensor([[getattr(one, name) for one in settings] for name in names])
-        parts = (self.temperature, self.top_p, self.min_p, self.penalty)
-        for part, values in zip(parts, numbers.to(rows.device), strict=True):
-            part[rows] = values
-        self.top_k[rows] = torch.tensor([min(int(one.top_k), 2**31) for one in settings]).to(rows.device)
-        self.seen[rows] = False
+        names = ("temperature", "top_p", "min_p", "repetition_penalty", "top_k")
+        numbers = torch.tensor([[min(getattr(one, name), 2**31) for one in settings] for name in names])
+        if rows.is_cuda:
+            # From pinned memory, because other copies wait for all that is queued.
+            numbers = numbers.pin_memory().to(rows.device, non_blocking=True)
+        parts = (self.temperature, self.top_p, self.min_p, self.penalty, self.top_k)
+        for part, values in zip(parts, numbers, strict=True):
+            part[rows] = values.to(part.dtype)
+        self.seen.index_fill_(0, rows, False)
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
@@ -214,9 +216,9 @@ def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
 
 def derived(seeds: Tensor, stream: Tensor | int) -> Tensor:
     """Seeds of another stream of noise, which has nothing to do with that of `seeds`."""
-    # As a tensor the product wraps around, as a Python number it would not.
-    streams = torch.as_tensor(stream, device=seeds.device)
-    return _mix(_mix(seeds + _FIRST) + streams * _SECOND)
+    # A tensor's product wraps around, and a Python number's must as well.
+    moved = _signed(stream * _SECOND % 2**64) if isinstance(stream, int) else stream * _SECOND
+    return _mix(_mix(seeds + _FIRST) + moved)
 
 
 def hash_bits(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:

@@ -135,7 +135,9 @@ def choose_rows(
     from longspec.kernels.choose import choose_tokens
 
     sampling = replace(rows.sampling, seen=seen)
-    return choose_tokens(logits, sampling, rows.seeds, positions, sampled)
+    tokens = choose_tokens(logits, sampling, rows.seeds, positions, sampled)
+    # Before a capture all of this runs without our kernels, and then no token is one.
+    return tokens.clamp(0, logits.shape[1] - 1)
 
 
 def settle(

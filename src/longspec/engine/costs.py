@@ -269,9 +269,7 @@ def known_costs(
         if progress:
             print("longspec: measuring this machine (once)", file=sys.stderr)
         load, where = Load(), places(device)
-        with count_bar(
-            "measuring", (len(options) + 1) * sum(map(len, where.values())), progress
-        ) as advance:
+        with count_bar("measuring", (len(options) + 1) * sum(map(len, where.values())), progress) as advance:
             times = measure(device, options, width, advance)
         is_quiet = device.models.target.device.type != "cpu" or load.is_quiet()
         known = Memory(times, 1, is_quiet) if known is None else known.after(times, is_quiet)

@@ -123,22 +123,22 @@ class Device:
         rows, ours = self._send(list(slots)), self.slots
         ends = [[*sorted(one)[:MOST_EOS], *[-1] * (MOST_EOS - len(one))] for one in eos_ids]
         numbers = self._send([list(limits), list(seeds)])
-        ours.lengths[rows] = 0
         ours.limits[rows], ours.seeds[rows] = numbers[0], numbers[1]
         ours.eos_ids[rows] = self._send(ends)
-        ours.running[rows] = False
-        ours.num_unread[rows] = 1
-        ours.tables[rows] = 0
         ours.sampling.put(rows, settings)
-        self._fill_tables[rows] = 0
+        # Fill, do not assign: a number of the host would be copied, and the host would wait for that.
+        for part, value in ((ours.lengths, 0), (ours.running, False), (ours.num_unread, 1)):
+            part.index_fill_(0, rows, value)
+        for part in (ours.tables, self._fill_tables):
+            part.index_fill_(0, rows, 0)
         if ours.ring is not None:
-            ours.ring.positions[rows] = -1
+            ours.ring.positions.index_fill_(0, rows, -1)
         for slot, text, own, sampling in zip(slots, texts, pages, settings, strict=True):
             tokens = self._send(text)
             ours.text[slot, : len(text)] = tokens
             self._fill_tables[slot, : len(own)] = self._send(own).int()
             if sampling.repetition_penalty != 1:
-                ours.seen[slot, tokens] = True
+                ours.seen[slot].index_fill_(0, tokens, True)
 
     def extend(self, slot: int, first: int, pages: list[int]) -> None:
         """Give a row more pages, from the `first` place of its table on."""
@@ -147,9 +147,8 @@ class Device:
     def release(self, slots: Sequence[int]) -> None:
         """Let rows rest; what their rounds still write goes to the dump page."""
         rows = self._send(list(slots))
-        self.slots.running[rows] = False
-        self.slots.tables[rows] = 0
-        self.slots.lengths[rows] = 0
+        for part in (self.slots.running, self.slots.tables, self.slots.lengths):
+            part.index_fill_(0, rows, 0)
 
     def move(self, source: int, goal: int) -> None:
         """Put a row in place of another, which rests."""

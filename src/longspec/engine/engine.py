@@ -36,7 +36,7 @@ from longspec.models.target import Transformer
 # Launches that may be on their way before the host has read the first of them.
 IN_FLIGHT = 2
 # Tokens of a prompt that are computed at a time: alone, and while others wait for their next round.
-ALONE, BESIDE = 8192, 2048
+ALONE, BESIDE = 16384, 2048
 PLAIN_ALONE, PLAIN_BESIDE = 2048, 256
 # An engine with nothing to do ends its thread after so many seconds.
 IDLE_SECONDS = 1.0

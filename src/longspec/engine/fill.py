@@ -90,12 +90,14 @@ def finish_prompts(models: Models, slots: Slots, work: Segments, last: Tensor, s
         tokens = choose_tokens(logits, sampling, slots.seeds[goals], ends, sampled)
     else:
         tokens = choose(logits, sampling, slots.seeds[goals], ends, sampled)
+    # Before a capture all of this runs without our kernels, and then no token is one.
+    tokens = tokens.clamp(0, logits.shape[1] - 1)
     work.report.copy_(tokens)
     slots.text[goals, ends.clamp(max=slots.text.shape[1] - 1)] = tokens
-    slots.seen[goals, tokens] = True
+    slots.seen.view(-1).index_fill_(0, goals * slots.seen.shape[1] + tokens, True)
     slots.lengths[goals] = ends
     slots.feature[goals] = last
-    slots.num_unread[goals] = 1
+    slots.num_unread.index_fill_(0, goals, 1)
     slots.tables[goals] = work.tables[goals]
     hit = (slots.eos_ids[goals] == tokens[:, None]).any(1)
     slots.running[goals] = ~hit & (ends + 1 < slots.limits[goals])
@@ -123,4 +125,4 @@ def read_into_rings(models: Models, slots: Slots, goals: Tensor) -> None:
     x, _ = ops.embed(slots.text[goals[:, None], positions], target.embedding, None, draft.reader)
     places = goals[:, None] * num_entries + entries
     rope_write(draft.enter(x, ops), target.rope.table, positions, places, *ring.flat)
-    slots.num_unread[goals] = 1
+    slots.num_unread.index_fill_(0, goals, 1)

@@ -97,7 +97,7 @@ class TorchAttention:
 
 
 def _fits_mask(q: Tensor, size: int) -> bool:
-    """Whether one mask covers prefix and new tokens. On a GPU, or over a long prefix, two calls are better."""
+    """Whether one mask covers prefix and new tokens; on a GPU or over a long prefix two calls are better."""
     return q.device.type == "cpu" and size <= _LARGEST_BIAS
 
 
@@ -119,8 +119,11 @@ def _tree_of(plan: AttentionPlan, row: int) -> Tensor:
 
 
 def _pieces(run: slice, num_queries: int) -> Iterator[slice]:
-    """The parts of a run of keys that one call each attends to. cuDNN prepares itself for every new shape, for
-    a tenth of a second, so it gets few of them: powers of two, behind which a shorter rest comes."""
+    """The parts of a run of keys that one call each attends to.
+
+    cuDNN prepares itself for every new shape, for a tenth of a second. So it gets few of them: powers of two,
+    behind which a shorter rest comes.
+    """
     start = run.start
     while run.stop - start >= _BLOCK and num_queries == _BLOCK:
         size = 1 << ((run.stop - start).bit_length() - 1)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from longspec.config import ModelConfig
 from longspec.models.rope import rotate
 
-
 Stream = Any
 """The residual stream between two products, in the form that the `Ops` at work give it."""
 

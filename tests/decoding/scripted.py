@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longspec.attention import AttentionPlan
+from longspec.cache import Pages
 from longspec.config import DraftConfig, ModelConfig
 from longspec.decoding.choose import Sampling
 from longspec.decoding.methods.glide import Glide
@@ -19,6 +21,7 @@ from longspec.decoding.tree import TokenTree
 from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence as Asked
 from longspec.models.draft import DraftHead, GlideDraft
+from longspec.models.passes import paged_pass
 from longspec.models.target import Transformer
 
 Answers = Mapping[int, tuple[int, list[int]]]
@@ -104,11 +107,39 @@ def tiny_draft(target: Transformer, seed: int = 1, std: float = 0.3, **config: A
     return draft.requires_grad_(False).eval().to(target.device)
 
 
-def tiny_engine(target: Transformer, draft: GlideDraft | None = None, **sizes: int) -> Engine:
+def tiny_engine(target: Transformer, draft: GlideDraft | None = None, **sizes: Any) -> Engine:
     """An engine with room for a few short texts."""
     head = None if draft is None else DraftHead(target, draft.vocab_ids)
-    chosen = {"max_length": 160, "max_rows": 4, "num_pages": 80, "page_size": 16} | sizes
+    chosen: dict[str, Any] = {"max_length": 160, "max_rows": 4, "num_pages": 80, "page_size": 16} | sizes
     return Engine(target, draft, head, **chosen)
+
+
+def pass_over(
+    target: Transformer,
+    pages: Pages,
+    tables: Tensor,
+    lengths: Tensor,
+    tokens: Tensor,
+    tree: Tensor | None = None,
+    fused: bool = False,
+) -> Tensor:
+    """The target's hidden states at tokens [B, T] behind so much of each row; their KV joins the pages."""
+    order = torch.arange(tokens.shape[1], device=tokens.device)
+    depths = order if tree is None else tree.sum(-1) - 1
+    positions = (lengths[:, None] + depths).expand_as(tokens).contiguous()
+    places = pages.places(tables, lengths[:, None] + order)
+    plan = AttentionPlan(lengths, tables, pages.size, tokens.shape[1], tree)
+    target.rope.reserve(int(positions.max()) + 1)
+    return target(tokens, paged_pass(target, pages, positions, places, plan, fused))
+
+
+def logits_of(target: Transformer, text: list[int]) -> Tensor:
+    """The target's scores [T, V] behind every token of a text."""
+    device = target.device
+    pages = Pages.empty(target.config, -(-len(text) // 16), 16, device, target.dtype)
+    tables = torch.arange(1, pages.num_pages + 1, dtype=torch.int32, device=device)[None]
+    tokens, nothing = torch.tensor([text], device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    return target.logits(pass_over(target, pages, tables, nothing, tokens))[0]
 
 
 def put_method(engine: Engine, options: MethodOptions, method: Method) -> MethodOptions:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longspec.attention import choose_backend, merge
+from longspec.attention import AttentionPlan, choose_backend, merge
 from longspec.attention.base import BACKENDS
 from longspec.attention.reference import ReferenceAttention
 from longspec.errors import UserError
 from longspec.kernels import attention as kernels
+from tests.kernels.paged import places, random_tables
 
 # B, T, K, G, D and the rows' prefix lengths: odd sizes, empty prefixes, one row and several
 SHAPES = [
@@ -54,13 +55,15 @@ def test_attend_matches_fp64(
     if backend == "triton" and dtype == torch.bfloat16:
         dtype = torch.float16  # Triton's interpreter, which runs here, is silently wrong for bf16
     generator = torch.Generator().manual_seed(B * T + D)
-    S = max(lengths) + T + 5
+    page = 16 if D < 128 else 32
+    tables, num_pages = random_tables([length + T for length in lengths], page, generator)
     q = torch.randn(B, T, K * G, D, generator=generator).to(dtype)
-    k = torch.randn(B, K, S, D, generator=generator).to(dtype)
-    v = torch.randn(B, K, S, D, generator=generator).to(dtype)
+    # What lies behind the new tokens, or in nobody's page, is rubbish and must not be read.
+    k, v = (torch.full((K, num_pages * page, D), torch.nan, dtype=dtype) for _ in range(2))
     for row, length in enumerate(lengths):
-        # what lies behind the new tokens is rubbish and must not be read
-        k[row, :, length + T :] = v[row, :, length + T :] = torch.nan
+        held = places(tables, row, length + T, page)
+        for x in (k, v):
+            x[:, held] = torch.randn(K, len(held), D, generator=generator).to(dtype)
     tree = None
     if kind == "tree":
         tree = random_tree(T, generator)
@@ -68,15 +71,32 @@ def test_attend_matches_fp64(
         tree = torch.stack([random_tree(T, generator) for _ in range(B)])
     exact, candidate = ReferenceAttention(torch.float64), choose_backend(backend)
     window = (2, 50) if kind == "window" else (0, None)
-    plan = candidate.plan(torch.tensor(lengths), T, tree, *window)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     for method in ("attend", "prefix"):
+        plan = AttentionPlan(torch.tensor(lengths), tables, page, T, tree, *window)
         out, lse = getattr(candidate, method)(q, k, v, plan)
         true_out, true_lse = getattr(exact, method)(q.double(), k.double(), v.double(), plan)
         assert out.dtype == dtype
         assert out.shape == q.shape
         torch.testing.assert_close(out.double(), true_out, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(lse, true_lse, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_borders_of_pages_and_runs_of_them(backend: str) -> None:
+    """Prefixes that end before, at and behind a page's border; pages in a row, reversed, and both."""
+    K, D, T, page = 2, 32, 3, 16
+    orders = [[1, 2, 3, 4], [8, 7, 6, 5], [9, 10, 12, 11], [16, 13, 14, 15]]
+    tables = torch.tensor(orders, dtype=torch.int32)
+    k, v = (torch.randn(2, K, 17 * page, D) for _ in range(2))
+    q = torch.randn(4, T, 2 * K, D)
+    for first in (0, page - T, page - 1, page, page + 1, 3 * page - 1):
+        lengths = torch.tensor([first, first + 1, first, 4 * page - T])
+        plan = AttentionPlan(lengths, tables, page, T)
+        for method, keys in (("attend", (k[0], v[0])), ("prefix", (k[0], v[0])), ("prefix", (k, v))):
+            true = getattr(ReferenceAttention(torch.float64), method)(q.double(), *keys, plan)
+            for one, other in zip(getattr(choose_backend(backend), method)(q, *keys, plan), true, strict=True):
+                torch.testing.assert_close(one.double(), other.double(), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -91,6 +111,11 @@ def test_masked_matches_fp64(backend: str, T: int, K: int, G: int, D: int, S: in
     true_out, true_lse = ReferenceAttention(torch.float64).masked(q.double(), k.double(), v.double(), sees)
     torch.testing.assert_close(out.double(), true_out, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(lse, true_lse, atol=1e-4, rtol=1e-3)
+    counts = torch.tensor([1, S])
+    out, lse = choose_backend(backend).filled(q, k, v, counts)
+    true_out, true_lse = ReferenceAttention(torch.float64).filled(q.double(), k.double(), v.double(), counts)
+    torch.testing.assert_close(out.double(), true_out, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse, true_lse, atol=1e-4, rtol=1e-3)
 
 
 def test_merge_is_exact_and_ignores_what_saw_nothing() -> None:
@@ -99,8 +124,8 @@ def test_merge_is_exact_and_ignores_what_saw_nothing() -> None:
     q, k, v = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
 
     def over(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        lengths = torch.tensor([end - start])
-        return exact.prefix(q, k[:, :, start:end], v[:, :, start:end], exact.plan(lengths, 4))
+        plan = AttentionPlan(torch.tensor([end - start]), torch.tensor([[0]]), 50, 4)
+        return exact.prefix(q, k[0, :, start:end], v[0, :, start:end], plan)
 
     whole = over(0, 50)
     for cut in (1, 25, 49):

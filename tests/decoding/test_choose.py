@@ -18,10 +18,21 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from longspec.decoding.choose import Sampling, choose, filtered, gumbel, hash_bits
+from longspec.decoding.choose import Sampling, SamplingRows, choose, filtered, gumbel, hash_bits
 from longspec.errors import UserError
 
 UNLIKELY = 1e-4  # a correct sampler fails one such test in ten thousand; the seeds here are fixed
+
+
+def rows_of(sampling: Sampling, count: int, vocab_size: int) -> SamplingRows:
+    return SamplingRows.of([sampling] * count, vocab_size, torch.device("cpu"))
+
+
+def chosen_by(
+    logits: torch.Tensor, sampling: Sampling, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """All rows by the same settings."""
+    return choose(logits, rows_of(sampling, *logits.shape), seeds, positions, not sampling.greedy)
 
 
 def draws(logits: torch.Tensor, sampling: Sampling, count: int, seed: int = 0) -> torch.Tensor:
@@ -31,7 +42,7 @@ def draws(logits: torch.Tensor, sampling: Sampling, count: int, seed: int = 0) -
     for start in range(0, count, chunk):
         positions = torch.arange(start, min(start + chunk, count))
         rows = logits.expand(len(positions), -1)
-        chosen.append(choose(rows, sampling, torch.full_like(positions, seed), positions))
+        chosen.append(chosen_by(rows, sampling, torch.full_like(positions, seed), positions))
     return torch.cat(chosen)
 
 
@@ -62,7 +73,7 @@ def test_small_vocabulary_follows_the_softmax(sampling: Sampling) -> None:
     torch.manual_seed(1)
     logits = 2 * torch.randn(17)
     observed = draws(logits, sampling, 40_000).bincount(minlength=17)
-    probabilities = filtered(logits[None], sampling)[0].double().softmax(-1)
+    probabilities = filtered(logits[None], rows_of(sampling, 1, 17))[0].double().softmax(-1)
     assert p_value(observed, probabilities) > UNLIKELY
     assert p_value(observed, probabilities.roll(1)) < UNLIKELY, "the test must be able to fail"
 
@@ -145,18 +156,34 @@ def test_filters_match_transformers(
     if min_p:
         theirs.append(MinPLogitsWarper(min_p))
     seen = torch.zeros(2, 50, dtype=torch.bool).scatter_(1, history, True)
-    ours = filtered(logits, Sampling(temperature, top_k, top_p, min_p, penalty), seen)
+    settings = Sampling(temperature, top_k, top_p, min_p, penalty)
+    ours = filtered(logits, rows_of(settings, 2, 50), seen)
     torch.testing.assert_close(ours.softmax(-1), theirs(history, logits.clone()).softmax(-1))  # type: ignore[arg-type]
 
 
 def test_rows_do_not_see_each_other() -> None:
+    """Each has its own settings, greedy among sampled ones; what a row has seen counts for it alone."""
     torch.manual_seed(0)
     logits, seeds, positions = torch.randn(8, 1000), torch.arange(8) * 11, torch.arange(8) + 5
-    sampling = Sampling(temperature=0.8, top_p=0.95, top_k=100)
-    together = choose(logits, sampling, seeds, positions)
-    alone = [choose(logits[i, None], sampling, seeds[i, None], positions[i, None]) for i in range(8)]
-    assert together.tolist() == torch.cat(alone).tolist()
-    assert choose(logits, Sampling(), seeds, positions).tolist() == logits.argmax(-1).tolist()
+    settings = [
+        *(Sampling(0.8, top_p=0.95, top_k=100), Sampling(), Sampling(1.2), Sampling(0.7, min_p=0.2)),
+        *(Sampling(repetition_penalty=2.0), Sampling(0.9, repetition_penalty=1.3), Sampling(), Sampling(2.0)),
+    ]
+    rows = SamplingRows.of(settings, 1000, torch.device("cpu"))
+    rows.seen.copy_(torch.rand(8, 1000) < 0.3)
+    together = choose(logits, rows, seeds, positions, True)
+    for row in range(8):
+        one = slice(row, row + 1)
+        alone = choose(logits[one], rows.at(torch.tensor([row])), seeds[one], positions[one], True)
+        assert alone.tolist() == together[one].tolist()
+    best = logits.argmax(-1)
+    assert together[[1, 6]].tolist() == best[[1, 6]].tolist(), "greedy, whatever the others do"
+    assert choose(logits, rows, seeds, positions, False).tolist() == best.tolist()
+    # A row that gets other settings has seen nothing.
+    rows.put(torch.tensor([4]), [Sampling(0.5)])
+    assert not bool(rows.seen[4].any())
+    assert rows.temperature.tolist() == pytest.approx([0.8, 0, 1.2, 0.7, 0.5, 0.9, 0, 2])
+    assert bool((rows.without_penalty().penalty == 1).all())
 
 
 @pytest.mark.parametrize(
@@ -190,7 +217,7 @@ def test_a_models_own_settings_count_only_if_it_samples() -> None:
 def test_a_tiny_temperature_is_nearly_greedy(temperature: float) -> None:
     logits = 50 * torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
     seeds = positions = torch.arange(4)
-    chosen = choose(logits, Sampling(temperature, 50, 0.9, 0.1), seeds, positions)
+    chosen = chosen_by(logits, Sampling(temperature, 50, 0.9, 0.1), seeds, positions)
     assert chosen.tolist() == logits.argmax(-1).tolist()
 
 

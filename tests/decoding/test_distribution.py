@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,15 +12,14 @@ from scipy import stats
 from torch import Tensor
 
 from longspec.attention.reference import ReferenceAttention
-from longspec.config import DraftConfig
 from longspec.decoding import rejection
-from longspec.decoding.choose import Sampling, choose, filtered
-from longspec.decoding.loop import DecodeState, host_rounds, keep, start
-from longspec.decoding.methods.make import MethodOptions, make_method
-from longspec.decoding.row import Row
-from longspec.models.draft import DraftHead, GlideDraft
-from longspec.models.target import Transformer
-from tests.decoding.scripted import tiny_target
+from longspec.decoding.choose import Sampling, SamplingRows, filtered
+from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.tree import TokenTree
+from longspec.engine.engine import Engine
+from longspec.engine.fill import Segments, finish_prompts
+from longspec.engine.sequence import Sequence
+from tests.decoding.scripted import logits_of, pass_over, tiny_draft, tiny_engine, tiny_target
 
 V, PLACES, SAMPLES, ROWS = 7, 3, 40_000, 2_000
 PROMPT = [3, 1, 4, 1, 5]
@@ -27,55 +27,49 @@ UNLIKELY = 1e-4
 SAMPLING = Sampling(temperature=0.8, top_p=0.97)
 
 
-def target_and_draft() -> tuple[Transformer, tuple[GlideDraft, DraftHead]]:
+def engine_of(max_rows: int) -> Engine:
     target = tiny_target(seed=5, vocab_size=V)
     target.attention = ReferenceAttention()  # takes thousands of rows at once
-    draft = GlideDraft(target.config, DraftConfig(window=4, max_lag=4))
-    draft.initialise(torch.Generator().manual_seed(1), std=0.5)
-    return target, (draft.requires_grad_(False), DraftHead(target, None))
+    draft = tiny_draft(target, std=0.5, window=4, max_lag=4, cross_layers=(-1,), use_feature=False, lag_gate=False)
+    return tiny_engine(target, draft, max_length=16, max_rows=max_rows, num_pages=8 * max_rows, page_size=4)
 
 
 def samples(options: MethodOptions, count: int = SAMPLES, batch: int = ROWS) -> Tensor:
-    """Answers of PLACES tokens each, to one prompt, under as many seeds."""
-    target, draft = target_and_draft()
-    found = []
-    for first in range(0, count, batch):
-        rows = [Row(PROMPT, first + row, PLACES) for row in range(batch)]
-        method, acceptance = make_method(options, SAMPLING, draft)
-        state = prefilled(target, rows, method.num_nodes)
-        with torch.inference_mode():
-            rounds = host_rounds(state, method, acceptance)
-            while not all(row.finished for row in rows):
-                keep(state, next(rounds))
-        found += [row.tokens for row in rows]
-    return torch.tensor(found)
-
-
-def prefilled(target: Transformer, rows: list[Row], num_nodes: int) -> DecodeState:
-    """As `prefill` leaves it, but with all rows, whose prompt is the same, computed in one pass."""
-    cache = target.new_cache(len(rows), len(PROMPT) + PLACES + num_nodes)
-    state = start(target, cache, rows, SAMPLING)
+    """Answers of PLACES tokens each, to one prompt, under as many seeds: by the engine's rounds, but with the
+    prompts of all rows computed in one pass."""
+    engine, found = engine_of(batch), []
+    device, models = engine.device, engine.models
+    method = engine._method((options, options.acceptance == "rejection"))
+    pages = [[*range(1 + 8 * row, 9 + 8 * row)] for row in range(batch)]
+    work = Segments.empty(batch, device._fill_tables)
+    for part, values in ((work.slots, range(batch)), (work.goals, range(batch)), (work.counts, [5] * batch)):
+        part.copy_(torch.tensor([*values]))
     with torch.inference_mode():
-        hidden = target(torch.tensor([PROMPT]).expand(len(rows), -1), cache)
-        cache.advance(len(PROMPT))
-        state.feature = hidden[:, -1]
-        firsts = choose(target.logits(state.feature), SAMPLING, state.seeds, cache.lengths)
-    state.emitted = firsts[:, None]
-    for row, token in zip(rows, firsts.tolist(), strict=True):
-        row.keep_first(token)
-    return state
+        for first in range(0, count, batch):
+            seeds, limits = range(first, first + batch), [len(PROMPT) + PLACES] * batch
+            device.admit(
+                range(batch), [PROMPT] * batch, pages, limits, seeds, [SAMPLING] * batch, [frozenset()] * batch
+            )
+            tables, lengths = device._fill_tables[:batch], torch.zeros(batch, dtype=torch.int64)
+            tokens = torch.tensor([PROMPT]).expand(batch, -1)
+            hidden = pass_over(models.target, models.pages, tables, lengths, tokens)
+            finish_prompts(models, device.slots, work, hidden[:, -1], True)
+            while bool(device.slots.running.any()):
+                device.round("sampled", method, batch, [True] * batch, True)
+            found.append(device.slots.text[:batch, len(PROMPT) : len(PROMPT) + PLACES].clone())
+    return torch.cat(found)
 
 
+@cache
 def exact() -> Tensor:
     """The target's probability of each answer, [V, V, V]."""
-    target, _ = target_and_draft()
+    target = tiny_target(seed=5, vocab_size=V)
     table = torch.zeros(V, V, V, dtype=torch.float64)
     with torch.inference_mode():
         for answer in itertools.product(range(V), repeat=PLACES):
-            cache = target.new_cache(1, 16)
-            hidden = target(torch.tensor([[*PROMPT, *answer[:-1]]]), cache)
-            logits = target.logits(hidden[0, len(PROMPT) - 1 :])
-            p = filtered(logits, SAMPLING).double().softmax(-1)
+            logits = logits_of(target, [*PROMPT, *answer[:-1]])[len(PROMPT) - 1 :]
+            rows = SamplingRows.of([SAMPLING] * PLACES, V, torch.device("cpu"))
+            p = filtered(logits, rows).double().softmax(-1)
             table[answer] = p[range(PLACES), answer].prod()
     return table
 
@@ -188,13 +182,16 @@ def test_every_outcome_of_a_toy_tree_adds_up_to_the_target(num_children: int, se
 def test_a_drawn_tree_is_no_larger_than_it_says(shape: tuple[int, ...], max_nodes: int | None) -> None:
     """There is just so much room behind the text; and none of what was drawn may be pruned."""
     target = tiny_target(vocab_size=40)
-    draft = GlideDraft(target.config, DraftConfig(window=8))
-    draft.initialise(torch.Generator().manual_seed(0), std=0.3)
+    engine = tiny_engine(target, tiny_draft(target))
     options = MethodOptions("tree", tree_shape=shape, max_nodes=max_nodes, acceptance="rejection")
-    method, _ = make_method(options, Sampling(0.8), (draft, DraftHead(target, None)))
-    state = start(target, target.new_cache(1, 30), [Row([1, 2, 3], 0, 9)], Sampling(0.8))
-    state.cache.advance(3)
-    with torch.inference_mode():
-        method.begin(state)
-        tree = method.propose(state)
-    assert tree.num_nodes == method.num_nodes > sum(shape[:1])
+    method = engine._method((options, True))
+    sizes, propose = [], method.propose
+
+    def noting(*args: Any) -> TokenTree:
+        sizes.append(propose(*args).num_nodes)
+        return propose(*args)
+
+    method.propose = noting  # type: ignore[method-assign]
+    engine.run([Sequence([1, 2, 3], 9, Sampling(0.8), options=options)])
+    assert set(sizes) == {method.num_nodes}
+    assert method.num_nodes > sum(shape[:1])

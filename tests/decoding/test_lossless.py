@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,21 +13,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspec import Generation, LongSpec, UserError
-from longspec.api import prepare_draft
-from longspec.cache import DraftCache
+from longspec.api import make_engine, prepare_draft
+from longspec.cache import DraftRing
 from longspec.config import DraftConfig
-from longspec.decoding.accept import accept_coupled
 from longspec.decoding.choose import Sampling
-from longspec.decoding.loop import DecodeState, Method, decode, start
-from longspec.decoding.methods.glide import Glide
-from longspec.decoding.methods.lookup import Lookup
-from longspec.decoding.methods.magicdec import MagicDec
-from longspec.decoding.methods.vanilla import Vanilla
-from longspec.decoding.row import Row
+from longspec.decoding.methods import glide
+from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.round import Models
+from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
-from longspec.models.draft import DraftHead, GlideDraft
-from longspec.models.target import Transformer
-from tests.decoding.scripted import SCRIPTS, Script, ScriptedGlide, tiny_target
+from longspec.engine.engine import Engine
+from longspec.engine.sequence import Sequence
+from longspec.models.draft import GlideDraft
+from tests.decoding.scripted import (
+    SCRIPTS,
+    VANILLA,
+    Answers,
+    Script,
+    ScriptedGlide,
+    answers_of,
+    ask,
+    put_method,
+    tiny_draft,
+    tiny_engine,
+    tiny_target,
+)
 
 PROMPTS = [
     "Write a haiku about the sea, and then explain each of its lines.",
@@ -44,82 +54,73 @@ SHAPES = {"chain": (1, 1, 1, 1), "wide": (4, 16, 16), "odd": (3, 2, 5, 1), "prun
 NEW = 24
 
 
-def run(
-    target: Transformer,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    seed: int,
-    method: Method,
-    new: int = NEW,
-) -> list[Row]:
-    """Decode all the prompts together; each row ends a little earlier than the one before."""
-    rows = [Row(prompt, seed + index, new - 3 * index) for index, prompt in enumerate(prompts)]
-    capacity = max(map(len, prompts)) + new + method.num_nodes
-    state = start(target, target.new_cache(len(rows), capacity), rows, sampling)
-    for _ in decode(state, method, accept_coupled):
-        pass
-    return rows
 
-
-def check_figures(row: Row) -> None:
+def check_figures(one: Sequence) -> None:
     """tau, accepted_by_depth and rounds add up to the tokens kept."""
-    assert 1 + row.num_rounds + sum(row.accepted_by_depth) >= len(row.tokens)
+    assert 1 + one.num_rounds + sum(one.accepted_by_depth) >= len(one.tokens)
     # Only the last round can have been cut, and then its bonus, or more, is missing.
-    assert 1 + row.num_rounds + sum(row.accepted_by_depth) - len(row.tokens) <= 1
-    assert row.tau == pytest.approx((len(row.tokens) - 1) / max(row.num_rounds, 1))
-    assert row.accepted_by_depth == sorted(row.accepted_by_depth, reverse=True)
-    assert all(count <= row.num_rounds for count in row.accepted_by_depth)
+    assert 1 + one.num_rounds + sum(one.accepted_by_depth) - len(one.tokens) <= 1
+    assert one.tau == pytest.approx((len(one.tokens) - 1) / max(one.num_rounds, 1))
+    assert one.accepted_by_depth == sorted(one.accepted_by_depth, reverse=True)
+    assert all(count <= one.num_rounds for count in one.accepted_by_depth)
+    assert len(one.depths) == len(one.tokens)
 
 
-_VANILLA: dict[Any, list[list[int]]] = {}
+@pytest.fixture(scope="module")
+def large(_loaded: LongSpec) -> Iterator[Engine]:
+    """The default target with a random draft."""
+    draft = tiny_draft(_loaded.target, window=16, max_lag=32, std=0.02)
+    engine = tiny_engine(_loaded.target, draft, max_length=256)
+    yield engine
+    engine.close()
 
 
-def vanilla(
-    model: LongSpec, batch: int, temperature: str, seed: int
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and what vanilla answers, computed once."""
-    encode = model.engine.encoder.encode
-    prompts = [encode(prompt, False, 49152) for prompt in PROMPTS[:batch]]
-    key = (batch, temperature, seed)
-    if key not in _VANILLA:
-        rows = run(model.engine.target, prompts, TEMPERATURES[temperature], seed, Vanilla())
-        _VANILLA[key] = [row.tokens for row in rows]
-    return prompts, _VANILLA[key]
+_VANILLA: dict[Any, list[Sequence]] = {}
 
 
-def check(model: LongSpec, kind: str, shape: str, batch: int, temperature: str, seed: int) -> None:
-    prompts, expected = vanilla(model, batch, temperature, seed)
-    target = model.engine.target
-    method: Method
+def scripted(
+    engine: Engine, answers: Answers, script: Script, shape: tuple[int, ...], **options: Any
+) -> MethodOptions:
+    """Have the engine run a draft that follows the script."""
+    assert engine.models.draft is not None
+    method = ScriptedGlide(engine.models.draft, answers, script, shape, **options)
+    chosen = MethodOptions("tree", tree_shape=shape, max_nodes=options.get("max_nodes"))
+    return put_method(engine, chosen, method)
+
+
+def options_for(
+    engine: Engine, kind: str, shape: tuple[int, ...], max_nodes: int | None, answers: Answers
+) -> MethodOptions:
     if kind in SCRIPTS:
-        most = 12 if shape == "pruned" else None
-        method = ScriptedGlide(target, expected, SCRIPTS[kind], SHAPES[shape], max_nodes=most)
-    elif kind == "random":
-        draft = GlideDraft(target.config, DraftConfig(window=16))
-        draft.initialise(torch.Generator().manual_seed(seed))
-        head = DraftHead(target, None)
-        method = Glide(
-            draft, head, SHAPES[shape], 12 if shape == "pruned" else None, draws=False, name="tree"
-        )
-    elif kind == "lookup":
-        method = Lookup(gamma=len(SHAPES[shape]))
-    else:
-        window = 4000 if kind == "magicdec whole" else 24
-        method = MagicDec(len(SHAPES[shape]), sinks=4, window=window, draws=False)
-    rows = run(target, prompts, TEMPERATURES[temperature], seed, method)
-    assert [row.tokens for row in rows] == expected
-    depth = len(SHAPES[shape])
-    for row in rows:
-        check_figures(row)
+        return scripted(engine, answers, SCRIPTS[kind], shape, max_nodes=max_nodes)
+    if kind == "random":
+        engine._methods.clear()
+        return MethodOptions("tree", tree_shape=shape, max_nodes=max_nodes)
+    if kind == "lookup":
+        return MethodOptions("lookup", gamma=len(shape))
+    return MethodOptions("magicdec", gamma=len(shape), sinks=4, window=4000 if "whole" in kind else 24)
+
+
+def check(model: LongSpec, engine: Engine, combination: tuple[str, str, int, str, int]) -> None:
+    kind, shape, batch, temperature, seed = combination
+    prompts = [model.encoder.encode(prompt, False, 49152) for prompt in PROMPTS[:batch]]
+    sampling, key = TEMPERATURES[temperature], (batch, temperature, seed)
+    if key not in _VANILLA:
+        _VANILLA[key] = ask(engine, prompts, VANILLA, sampling, seed, NEW)
+    expected, depth = _VANILLA[key], len(SHAPES[shape])
+    most = 12 if shape == "pruned" else None
+    options = options_for(engine, kind, SHAPES[shape], most, answers_of(expected))
+    asked = ask(engine, prompts, options, sampling, seed, NEW)
+    assert [one.tokens for one in asked] == [one.tokens for one in expected]
+    for one in asked:
+        check_figures(one)
         if kind in ("oracle", "magicdec whole"):
-            whole = (len(row.tokens) - 1) // (depth + 1)
-            assert row.num_rounds == -(-(len(row.tokens) - 1) // (depth + 1)), (
-                "all that is drafted is accepted"
-            )
-            assert row.accepted_by_depth[-1] in (whole, whole + 1)
+            whole = (len(one.tokens) - 1) // (depth + 1)
+            assert one.num_rounds == -(-(len(one.tokens) - 1) // (depth + 1)), "all is accepted"
+            assert one.accepted_by_depth[-1] in (whole, whole + 1)
         if kind == "adversary":
-            assert row.accepted_by_depth == []
-            assert row.tau == 1.0
+            assert one.accepted_by_depth == []
+            assert one.tau == 1.0
 
 
 KINDS = (*SCRIPTS, "random", "magicdec", "magicdec whole", "lookup")
@@ -142,38 +143,36 @@ def pairwise() -> Iterator[tuple[str, str, int, str, int]]:
 
 
 @pytest.mark.parametrize("combination", list(pairwise()), ids=str)
-def test_equals_vanilla(smollm2: LongSpec, combination: tuple[str, str, int, str, int]) -> None:
-    check(smollm2, *combination)
+def test_equals_vanilla(
+    smollm2: LongSpec, large: Engine, combination: tuple[str, str, int, str, int]
+) -> None:
+    check(smollm2, large, combination)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("combination", EVERYTHING, ids=str)
 def test_equals_vanilla_in_every_combination(
-    smollm2: LongSpec, combination: tuple[str, str, int, str, int]
+    smollm2: LongSpec, large: Engine, combination: tuple[str, str, int, str, int]
 ) -> None:
-    check(smollm2, *combination)
+    check(smollm2, large, combination)
 
 
-def test_an_end_inside_an_accepted_path_ends_the_row_there(smollm2: LongSpec) -> None:
-    target, encode = smollm2.engine.target, smollm2.engine.encoder.encode
-    prompts = [encode(prompt, False, 49152) for prompt in PROMPTS[1:3]]
-    whole = [row.tokens for row in run(target, prompts, Sampling(), 0, Vanilla())]
-    eos = whole[0].index(2)  # "The capital of France is Paris." and then the end
+def test_an_end_inside_an_accepted_path_ends_the_row_there(smollm2: LongSpec, large: Engine) -> None:
+    prompts = [smollm2.encoder.encode(prompt, False, 49152) for prompt in PROMPTS[1:3]]
+    whole = ask(large, prompts, seed=50, new=NEW + 3)
+    eos = whole[0].tokens.index(2)  # "The capital of France is Paris." and then the end
     assert eos % 5 not in (0, 4), "or it would not lie inside a path"
     countdown = iter([False] * 7 + [True])
-    rows = [
-        Row(prompts[0], 0, NEW, frozenset({2})),
-        Row(prompts[1], 1, NEW, stop_after=lambda token: next(countdown)),
+    options = scripted(large, answers_of(whole), SCRIPTS["oracle"], (1, 1, 1, 1))
+    asked = [
+        Sequence(prompts[0], NEW, seed=50, eos_ids=frozenset({2}), options=options),
+        Sequence(prompts[1], NEW, seed=51, options=options, stop_after=lambda token: next(countdown)),
     ]
-    method = ScriptedGlide(target, whole, SCRIPTS["oracle"], (1, 1, 1, 1))
-    state = start(target, target.new_cache(2, 200), rows, Sampling())
-    for _ in decode(state, method, accept_coupled):
-        pass
-    assert (rows[0].tokens, rows[0].finish_reason) == (whole[0][: eos + 1], "eos")
-    assert (rows[1].tokens, rows[1].finish_reason) == (whole[1][:8], "stop")
-    for row in rows:
-        check_figures(row)
-        assert len(row.depths) == len(row.tokens)
+    large.run(asked)
+    assert (asked[0].tokens, asked[0].finish_reason) == (whole[0].tokens[: eos + 1], "eos")
+    assert (asked[1].tokens, asked[1].finish_reason) == (whole[1].tokens[:8], "stop")
+    for one in asked:
+        check_figures(one)
 
 
 DRAFTS = {
@@ -185,12 +184,14 @@ DRAFTS = {
 
 
 @pytest.fixture(params=DRAFTS)
-def drafting(smollm2: LongSpec, request: pytest.FixtureRequest) -> LongSpec:
+def drafting(smollm2: LongSpec, request: pytest.FixtureRequest) -> Iterator[LongSpec]:
     """The default target with a random draft."""
-    target = smollm2.engine.target
-    draft = GlideDraft(target.config, DRAFTS[request.param])
+    draft = GlideDraft(smollm2.target.config, DRAFTS[request.param])
     draft.initialise(torch.Generator().manual_seed(3))
-    return LongSpec(replace(smollm2.engine, draft=prepare_draft(draft, target), draft_name="random"))
+    made = prepare_draft(draft, smollm2.target)
+    engine = make_engine(smollm2.target, *made, max_length=8192, max_rows=2, kv_memory=2**30)
+    yield LongSpec(engine, smollm2.encoder, "random", draft_name="random")
+    engine.close()
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 5}], ids=str)
@@ -212,8 +213,8 @@ def test_a_random_draft_changes_nothing(drafting: LongSpec, options: dict[str, A
 
 
 def test_nan_in_the_draft_changes_nothing(drafting: LongSpec) -> None:
-    assert drafting.engine.draft is not None
-    drafting.engine.draft[0].ffn_norm.weight.data.fill_(torch.nan)
+    assert drafting.engine.models.draft is not None
+    drafting.engine.models.draft.ffn_norm.weight.data.fill_(torch.nan)
     expected = drafting.generate(PROMPTS[1], max_new_tokens=12, method="vanilla")
     for options in ({"method": "seq"}, {"method": "tree", "tree_shape": (3, 4, 4), "max_nodes": 5}):
         answer: Generation = drafting.generate(PROMPTS[1], max_new_tokens=12, **options)
@@ -233,24 +234,14 @@ def test_a_long_prompt_is_lossless_and_the_drafts_memory_flat(drafting: LongSpec
     ]
     for options in method_options:
         assert drafting.generate(ids, max_new_tokens=16, **options).token_ids == expected.token_ids
+    draft, ring = drafting.engine.models.draft, drafting.engine.device.slots.ring
+    assert draft is not None
+    assert ring is not None
+    config = drafting.target.config
+    num_nodes = ring.positions.shape[1] - ring.window - 1
+    assert num_nodes < 200
+    assert ring.num_bytes == 3 * DraftRing.size_of(config, draft.config, num_nodes, torch.float32)
 
-
-def test_draft_memory_is_the_same_at_any_context(drafting: LongSpec) -> None:
-    from longspec.decoding.methods.make import MethodOptions, make_method
-
-    sizes = set()
-    for context in (1000, 8000):
-        method, _ = make_method(MethodOptions(method="tree"), Sampling(), drafting.engine.draft)
-        target = drafting.engine.target
-        cache = target.new_cache(1, context + 200)
-        cache.advance(context)  # what lies in the cache does not matter here
-        target.rope.reserve(cache.capacity)
-        state = start(target, cache, [Row([5] * context, 0, 4)], Sampling())
-        with torch.inference_mode():
-            method.begin(state)
-            method.propose(state)
-        sizes.add(method.ring.num_bytes)  # type: ignore[attr-defined]
-    assert sizes == {DraftCache.size_of(target.config, method._draft.config, 64, target.dtype)}  # type: ignore[attr-defined]
 
 
 class RandomTrees:
@@ -258,32 +249,27 @@ class RandomTrees:
 
     name, num_nodes, depth = "random", 12, 11
     tree_shape: tuple[int, ...] | None = None
-    device_key: tuple[Hashable, ...] | None = None
+    drafts = draws = False
 
-    def __init__(self, answers: list[list[int]], seed: int) -> None:
+    def __init__(self, answers: Answers, seed: int) -> None:
         self._answers = answers
         self._generator = torch.Generator().manual_seed(seed)
 
-    def begin(self, state: DecodeState) -> None:
-        pass
-
-    def follow(self, state: DecodeState) -> None:
-        pass
-
-    def propose(self, state: DecodeState) -> TokenTree:
-        B, g = len(state.rows), self._generator
+    def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
+        B, g = rows.num_rows, self._generator
         N = int(torch.randint(1, self.num_nodes + 1, (), generator=g))
         parents = torch.zeros(B, N, dtype=torch.int64)
-        tokens = torch.randint(state.target.config.vocab_size, (B, N), generator=g)
-        tokens[:, 0] = state.roots
-        for row in range(B):
+        tokens = torch.randint(models.target.config.vocab_size, (B, N), generator=g)
+        tokens[:, 0] = rows.roots
+        for row, (seed, length) in enumerate(zip(rows.seeds.tolist(), rows.lengths.tolist(), strict=True)):
+            num_prompt, answer = self._answers.get(seed, (0, []))
             depths = [0] * N
             for node in range(1, N):
                 parents[row, node] = torch.randint(node, (), generator=g)
                 depths[node] = depths[int(parents[row, node])] + 1
-                place = int(state.cache.lengths[row]) + depths[node] - len(state.rows[row].prompt)
-                if place < len(self._answers[row]) and torch.rand((), generator=g) < 0.6:
-                    tokens[row, node] = self._answers[row][place]
+                place = length + depths[node] - num_prompt
+                if 0 <= place < len(answer) and torch.rand((), generator=g) < 0.6:
+                    tokens[row, node] = answer[place]
         return TokenTree(tokens, parents)
 
 
@@ -300,30 +286,40 @@ def test_any_tree_of_any_shape_on_a_tiny_model(
     seed: int, lengths: list[int], temperature: str, shape: list[int], max_nodes: int | None, script: str
 ) -> None:
     target = tiny_target(seed, vocab_size=40)
+    draft = tiny_draft(target, window=16)
+    engine = tiny_engine(target, draft, max_length=96, page_size=4)
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(40, (length,), generator=generator).tolist() for length in lengths]
-    sampling = TEMPERATURES[temperature]
-    expected = [row.tokens for row in run(target, prompts, sampling, seed, Vanilla())]
-    methods: list[Method] = [
-        ScriptedGlide(target, expected, SCRIPTS[script], tuple(shape), max_nodes=max_nodes),
-        ScriptedGlide(target, expected, SCRIPTS[script], (1,) * len(shape), min_confidence=0.3),
-        RandomTrees(expected, seed),
-        MagicDec(len(shape), sinks=seed % 3, window=1 + seed % 7, draws=False),
-        Lookup(len(shape), max_ngram=2, min_ngram=1),
+    run = partial(ask, engine, prompts, sampling=TEMPERATURES[temperature], seed=seed)
+    expected = run(VANILLA)
+    answers = answers_of(expected)
+    doubting = ScriptedGlide(draft, answers, SCRIPTS[script], (1,) * len(shape), min_confidence=0.3)
+    methods = [
+        scripted(engine, answers, SCRIPTS[script], tuple(shape), max_nodes=max_nodes),
+        put_method(engine, MethodOptions("seq", gamma=len(shape)), doubting),
+        put_method(engine, MethodOptions("tree", num_copied=1), RandomTrees(answers, seed)),
+        MethodOptions("magicdec", gamma=len(shape), sinks=seed % 3, window=1 + seed % 7),
+        MethodOptions("lookup", gamma=len(shape), max_ngram=1),
     ]
-    for method in methods:
-        rows = run(target, prompts, sampling, seed, method)
-        assert [row.tokens for row in rows] == expected, method.name
-        for row in rows:
-            check_figures(row)
+    for options in methods:
+        asked = run(options)
+        assert [one.tokens for one in asked] == [one.tokens for one in expected], options
+        for one in asked:
+            check_figures(one)
+    engine.close()
 
 
 @pytest.mark.parametrize("temperature", ["greedy", "0.7"])
 def test_a_chain_ends_where_the_draft_doubts(temperature: str) -> None:
     """Behind the first token that it does not know; rows that go on take the others along."""
-    target, sampling = tiny_target(4, vocab_size=4000), TEMPERATURES[temperature]
-    prompts = [[1, 2, 3], [4, 5]]
-    expected = [row.tokens for row in run(target, prompts, sampling, 1, Vanilla(), new=40)]
+    target = tiny_target(4, vocab_size=4000)
+    engine = tiny_engine(target, tiny_draft(target))
+    draft = engine.models.draft
+    assert draft is not None
+    run = partial(
+        ask, engine, [[1, 2, 3], [4, 5]], sampling=TEMPERATURES[temperature], seed=0, new=40
+    )
+    expected = run(VANILLA)
     scripts: dict[str, Script] = {
         "all know": lambda row, place: True,
         "one knows": lambda row, place: row == 1,
@@ -331,21 +327,14 @@ def test_a_chain_ends_where_the_draft_doubts(temperature: str) -> None:
         "at times": lambda row, place: place % 7 not in (2, 5),
     }
     drafted: dict[str, list[int]] = {}
+    options = MethodOptions("seq", gamma=5)
     for name, script in scripts.items():
-        sizes: list[int] = []
-
-        class Noting(ScriptedGlide):
-            def propose(self, state: DecodeState, sizes: list[int] = sizes) -> TokenTree:
-                tree = super().propose(state)
-                sizes.append(tree.num_nodes)
-                return tree
-
-        plain = run(target, prompts, sampling, 1, ScriptedGlide(target, expected, script, (1,) * 5), new=40)
-        method = Noting(target, expected, script, (1,) * 5, min_confidence=0.99)
-        rows = run(target, prompts, sampling, 1, method, new=40)
-        assert [row.tokens for row in rows] == expected
-        assert [row.depths for row in rows] == [row.depths for row in plain], "only what is wrong is missing"
-        drafted[name] = sizes
+        plain = run(put_method(engine, options, ScriptedGlide(draft, answers_of(expected), script, (1,) * 5)))
+        method = ScriptedGlide(draft, answers_of(expected), script, (1,) * 5, min_confidence=0.99)
+        asked = run(put_method(engine, options, method))
+        assert [one.tokens for one in asked] == [one.tokens for one in expected]
+        assert [one.depths for one in asked] == [one.depths for one in plain], "only what is wrong is missing"
+        drafted[name] = method.sizes
     assert set(drafted["all know"]) == {6}
     assert set(drafted["none knows"]) == {2}
     assert {2, 6} <= set(drafted["one knows"]) <= {2, 6}, "the one that knows ends first"
@@ -356,35 +345,54 @@ def test_a_chain_ends_where_the_draft_doubts(temperature: str) -> None:
 def test_a_row_that_ends_early_keeps_within_its_room(kind: str) -> None:
     """The longest row ends inside its first round, far past its limit, while the other goes on and on."""
     target = tiny_target(vocab_size=40)
-    prompts, news = [[1, 2, 3] * 14, [4, 5]], (2, 40)
+    engine = tiny_engine(target, tiny_draft(target, max_lag=8), max_length=44, page_size=4)
 
-    def rows() -> list[Row]:
-        return [Row(prompt, 3, new) for prompt, new in zip(prompts, news, strict=True)]
+    def asked(options: MethodOptions) -> list[Sequence]:
+        long = Sequence([1, 2, 3] * 14, 2, seed=1, options=options)
+        return [long, Sequence([4, 5], 42, seed=2, options=options)]
 
-    def decoded(method: Method, longest: int) -> list[list[int]]:
-        found = rows()
-        capacity = longest + method.num_nodes
-        state = start(target, target.new_cache(2, capacity), found, Sampling())
-        for _ in decode(state, method, accept_coupled):
-            pass
-        return [row.tokens for row in found]
-
-    longest = max(len(prompt) + new for prompt, new in zip(prompts, news, strict=True))
-    expected = decoded(Vanilla(), longest)
-    answers = [decoded_alone(target, prompt) for prompt in prompts]
-    methods: dict[str, Method] = {
-        "chain": ScriptedGlide(target, answers, SCRIPTS["oracle"], (1,) * 8),
-        "tree": ScriptedGlide(target, answers, SCRIPTS["oracle"], (2, 4, 4, 4, 2, 2)),
-        "magicdec": MagicDec(8, sinks=0, window=100, draws=False),
-    }
-    method = methods[kind]
-    # No more room than a request makes, so that a step too far is an error.
-    assert decoded(method, longest) == expected
+    expected = asked(VANILLA)
+    engine.run(expected)
+    answers = answers_of(expected)
+    shapes = {"chain": (1,) * 8, "tree": (2, 4, 4, 4, 2, 2)}
+    options = MethodOptions("magicdec", gamma=8, sinks=0, window=100)
+    if kind in shapes:
+        options = scripted(engine, answers, SCRIPTS["oracle"], shapes[kind])
+    found = asked(options)
+    engine.run(found)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
 
 
-def decoded_alone(target: Transformer, prompt: list[int]) -> list[int]:
-    """A long answer to one prompt."""
-    return run(target, [prompt], Sampling(), 3, Vanilla(), new=60)[0].tokens
+@pytest.mark.parametrize(
+    ("window", "max_nodes", "temperature"), [(6, None, 0.0), (9, None, 0.9), (9, 3, 0.0), (64, 4, 0.9)]
+)
+def test_a_chain_proposes_what_a_tree_one_node_wide_does(
+    window: int, max_nodes: int | None, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its nodes stand in the ring itself, and a tree's behind it."""
+    target = tiny_target(3, vocab_size=10)
+    config: dict[str, Any] = {"window": window, "max_lag": 8, "cross_layers": (0, 1), "final_norm": True}
+    draft = tiny_draft(target, std=0.4, draft_vocab=4, **config)
+    assert draft.vocab_ids is not None
+    draft.vocab_ids.copy_(torch.arange(4))
+    engine = tiny_engine(target, draft)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7], [8] * 30]
+    run = partial(ask, engine, prompts, sampling=Sampling(temperature), new=40)
+    expected = run(VANILLA)
+    chain = run(MethodOptions("seq", gamma=5, max_nodes=max_nodes))
+
+    class AsTree(glide._PlainDrafting):
+        def __post_init__(self) -> None:
+            self.chain = False
+            super().__post_init__()
+
+    monkeypatch.setattr(glide, "_PlainDrafting", AsTree)
+    as_tree = run(MethodOptions("seq", gamma=5, max_nodes=max_nodes))
+    for one, other, truth in zip(chain, as_tree, expected, strict=True):
+        assert one.tokens == other.tokens == truth.tokens
+        assert one.depths == other.depths
+    if temperature:  # greedy, so small a target soon says one thing only, and the draft another
+        assert sum(sum(one.accepted_by_depth[1:]) for one in chain) > 2, "or the ring never takes several"
 
 
 @pytest.mark.parametrize(
@@ -408,6 +416,6 @@ def test_bad_method_options_are_named(drafting: LongSpec, options: dict[str, Any
         drafting.generate("Hi", **options)
 
 
-def test_a_method_that_needs_a_draft_says_so(smollm2: LongSpec) -> None:
+def test_a_method_that_needs_a_draft_says_so(tiny: LongSpec) -> None:
     with pytest.raises(UserError, match="'tree' needs a draft"):
-        LongSpec(replace(smollm2.engine, draft=None)).generate("Hi", method="tree")
+        tiny.generate("Hi", method="tree")

@@ -146,12 +146,13 @@ class Engine:
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Have sequences answered; each tells its inbox."""
-        for sequence in sequences:
-            if sequence.limit > self.max_length:
-                raise UserError(
-                    f"a sequence of {sequence.limit} tokens exceeds the engine's {self.max_length}"
-                )
+        asked, pool = list(sequences), self.scheduler.pool
+        most = min(self.max_length, pool.num_pages * pool.size)
+        for sequence in asked:
+            if sequence.limit > most:
+                raise UserError(f"a sequence of {sequence.limit} tokens exceeds the engine's {most}")
             self._method((sequence.options, False), sequence.options.method == "auto")  # refuses early
+        for sequence in asked:
             sequence.submitted_at = time.perf_counter()
             self._order("add", sequence)
 
@@ -222,10 +223,13 @@ class Engine:
     @contextlib.contextmanager
     def paused(self) -> Iterator[Device]:
         """The device for the caller alone, while no sequence runs."""
-        with self._lock:
-            self.close()
-            with torch.inference_mode(), on_device(self.models.target.device):
-                yield self.device
+        while True:
+            self.close()  # without the lock, which the thread takes at its end
+            with self._lock:
+                if self._worker is None:
+                    with torch.inference_mode(), on_device(self.models.target.device):
+                        yield self.device
+                    return
 
     def prepare(self, max_rows: int = 1) -> None:
         """Record what a first sequence, or so many at once, will replay, so that none has to wait for it."""
@@ -476,26 +480,41 @@ class Engine:
             before = len(seat.pages)
             pages = self.scheduler.grow(seat, end)
             if pages is None:
-                self._make_room(seat)
+                self._make_room(seat, end)
                 return False
             if pages:
                 self.device.extend(seat.slot, before, pages)
         return True
 
-    def _make_room(self, seat: Seat) -> None:
-        """Let the youngest other sequence wait; first see whether one on its way is done."""
+    def _make_room(self, seat: Seat, num_entries: int) -> None:
+        """Let the youngest sequences wait; first see whether one on its way is done."""
         if self._flight:
             while self._flight:
                 self._read()
             return
-        youngest = list(self.scheduler.seats.values())[-1]
-        if youngest is seat and len(self.scheduler.seats) == 1:
-            raise UserError(
-                f"the KV memory of {self.scheduler.pool.num_pages * self.scheduler.pool.size} tokens is too "
-                f"small for a text of {seat.length} tokens and a tree; give more (kv_memory)"
-            )
-        self.device.release([youngest.slot])
-        self.scheduler.pause(youngest)
+        before, pages = len(seat.pages), None
+        # Taken at once, or the one that waits would take them back.
+        while pages is None and self.scheduler.seats.get(seat.slot) is seat:
+            youngest = list(self.scheduler.seats.values())[-1]
+            if youngest is seat and len(self.scheduler.seats) == 1:
+                self._refuse(seat)
+                return
+            self.device.release([youngest.slot])
+            self.scheduler.pause(youngest, num_entries if youngest is seat else youngest.length + 1)
+            if youngest is not seat:
+                pages = self.scheduler.grow(seat, num_entries)
+        if pages:
+            self.device.extend(seat.slot, before, pages)
+
+    def _refuse(self, seat: Seat) -> None:
+        """End a sequence for which all pages are not enough."""
+        size = self.scheduler.pool.num_pages * self.scheduler.pool.size
+        error = UserError(
+            f"the KV memory of {size} tokens is too small for a text of {seat.length} tokens and a tree; "
+            "give more (kv_memory)"
+        )
+        self._release(seat)
+        seat.sequence.finish("closed", error)
 
     def _read_into_rings(self, seats: list[Seat], width: int) -> None:
         """See that the draft has read what its first pass does not take in."""

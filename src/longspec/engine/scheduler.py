@@ -87,7 +87,11 @@ class Scheduler:
                 later.append(sequence)
                 continue
             needed = -(-(len(text) + 1) // self.pool.size) - len(shared)
-            own = self.pool.take(needed, shared[-1] if shared else None)
+            # One that was paused comes back when there is room for what it lacked, or is paused again soon.
+            wanted = -(-sequence.num_wanted // self.pool.size) - len(shared) if self.seats else 0
+            own = None
+            if wanted <= self.pool.num_available:
+                own = self.pool.take(needed, shared[-1] if shared else None)
             if own is None:
                 self.pool.release(shared)
                 self.waiting.appendleft(sequence)
@@ -138,9 +142,11 @@ class Scheduler:
         self.pool.release(seat.pages)
         del self.seats[seat.slot]
 
-    def pause(self, seat: Seat) -> None:
-        """Send a sequence back to the head of the line; it is computed again when there is room."""
+    def pause(self, seat: Seat, num_wanted: int) -> None:
+        """Send a sequence back to the head of the line; it is computed again when there is room for so many
+        entries."""
         self.release(seat)
+        seat.sequence.num_wanted = num_wanted
         self.waiting.appendleft(seat.sequence)
         self.num_paused += 1
 

@@ -42,6 +42,8 @@ class Sequence:
     """Tokens that a prefill chose: one, and one more for each time that the sequence was paused."""
     num_shared: int = 0
     """Prompt tokens whose KV was there already, when the sequence was first admitted."""
+    num_wanted: int = 0
+    """Entries that it needs room for before it goes on, where it was paused."""
     methods: Counter[MethodOptions] = field(default_factory=Counter)
     """The rounds of each method that ran."""
     submitted_at: float = 0.0

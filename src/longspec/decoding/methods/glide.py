@@ -167,8 +167,10 @@ class _PlainDrafting(_Drafting):
     def _begin(self) -> None:
         rows, ring = self.rows, self.ring
         newest = ring.positions[:, : ring.window].max(1).values
-        num_new = torch.where(rows.running & rows.active, rows.lengths - newest, 1).clamp(1, ring.window)
-        back = torch.arange(int(num_new.max()), device=newest.device)
+        # A row that rests reads nothing: with its root read, what lies unread before it would be forgotten.
+        moving = rows.running & rows.active
+        num_new = torch.where(moving, (rows.lengths - newest).clamp(1, ring.window), 0)
+        back = torch.arange(max(int(num_new.max()), 1), device=newest.device)
         self.positions = (rows.lengths[:, None] - back).clamp(min=0)
         self.entries = ring.claim(self.positions, back < num_new[:, None])
         self.tokens = rows.text.gather(1, self.positions)

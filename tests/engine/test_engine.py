@@ -1,0 +1,426 @@
+"""Many sequences at once: each says what it would have said alone, and nothing is lost or computed twice."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from longspec import LongSpec, UserError
+from longspec.decoding.choose import Sampling
+from longspec.decoding.methods.make import MethodOptions
+from longspec.engine import engine as engine_module
+from longspec.engine.engine import Engine
+from longspec.engine.sequence import Sequence
+from tests.decoding.scripted import VANILLA, ask, tiny_draft, tiny_engine, tiny_target
+
+V, PAGE = 61, 8
+METHODS = {
+    "vanilla": VANILLA,
+    "seq": MethodOptions("seq", gamma=3),
+    "tree": MethodOptions("tree", tree_shape=(2, 4, 4)),
+    "pruned": MethodOptions("tree", tree_shape=(2, 4, 4), max_nodes=6, num_copied=3),
+    "magicdec": MethodOptions("magicdec", gamma=3, window=8, sinks=2),
+    "lookup": MethodOptions("lookup", gamma=3),
+    "doubting": MethodOptions("seq", gamma=3, min_confidence=0.3),
+    "auto": MethodOptions("auto"),
+    "drawn": MethodOptions("tree", tree_shape=(2, 4), acceptance="rejection"),
+}
+# Their rounds depend on nobody else either.
+ALIKE = ("vanilla", "seq", "tree", "pruned", "magicdec")
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "0.8": Sampling(0.8),
+    "filtered": Sampling(0.9, top_k=20, top_p=0.9),
+    "penalty": Sampling(1.1, repetition_penalty=1.3),
+    "greedy penalty": Sampling(repetition_penalty=1.4),
+}
+
+
+@cache
+def models() -> tuple[Any, Any]:
+    target = tiny_target(3, vocab_size=V)
+    return target, tiny_draft(target)
+
+
+def small_engine(**sizes: int) -> Engine:
+    return tiny_engine(
+        *models(), **{"max_length": 96, "max_rows": 3, "num_pages": 22, "page_size": PAGE} | sizes
+    )
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """With room for everything."""
+    made = small_engine(num_pages=80, max_rows=4)
+    yield made
+    made.close()
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A sequence to be, and when it comes and goes."""
+
+    document: int
+    """So many tokens at the beginning are those of everybody's document."""
+    own: int
+    new: int
+    method: str
+    sampling: str
+    seed: int
+    eos_ids: frozenset[int] = frozenset()
+    after: int = 0
+    """It is submitted after so many pieces of news."""
+    cancelled_at: int | None = None
+    """It is cancelled once it has said so many tokens."""
+
+    def sequence(self) -> Sequence:
+        prompt = [(5 * place) % V for place in range(self.document)]
+        prompt += [(7 * self.seed + 11 * place * place) % V for place in range(self.own)]
+        return Sequence(
+            prompt, self.new, SAMPLINGS[self.sampling], self.seed, self.eos_ids, METHODS[self.method]
+        )
+
+    @property
+    def alone(self) -> Sequence:
+        return answered_alone(replace(self, after=0, cancelled_at=None))
+
+
+@cache
+def answered_alone(wish: Wish) -> Sequence:
+    """By an engine of its own."""
+    engine, sequence = small_engine(), wish.sequence()
+    engine.run([sequence])
+    engine.close()
+    return sequence
+
+
+def check(wish: Wish, sequence: Sequence) -> None:
+    """It has said what it says alone, as far as it was let."""
+    assert sequence.error is None
+    if wish.method == "drawn" and wish.sampling not in ("greedy", "greedy penalty"):
+        # Drawn again after a pause; of these only the distribution is sure.
+        assert sequence.finished
+        assert len(sequence.tokens) <= wish.new
+        return
+    alone = wish.alone
+    if sequence.finish_reason == "closed":
+        assert wish.cancelled_at is not None
+        assert sequence.tokens == alone.tokens[: len(sequence.tokens)]
+        return
+    assert sequence.tokens == alone.tokens
+    assert sequence.finish_reason == alone.finish_reason
+    if sequence.num_first == 1 and wish.method in ALIKE:
+        assert sequence.depths == alone.depths, "what is proposed depends on nobody else either"
+
+
+def check_rests(engine: Engine) -> None:
+    """Nothing is held or promised any more, once the engine has come to rest."""
+    engine.close()
+    assert engine.statistics.held_pages == 0
+    assert not engine.scheduler.seats
+    assert not engine.scheduler.waiting
+    assert not engine.scheduler.pool._promised
+    assert not bool(engine.device.slots.running.any())
+
+
+wishes = st.builds(
+    Wish,
+    document=st.sampled_from([0, 8, 21, 40]),
+    own=st.integers(1, 20),
+    new=st.integers(1, 36),
+    method=st.sampled_from(list(METHODS)),
+    sampling=st.sampled_from(list(SAMPLINGS)),
+    seed=st.integers(0, 50),
+    eos_ids=st.sampled_from([frozenset(), frozenset({3}), frozenset(range(5)), frozenset(range(0, V, 3))]),
+    after=st.integers(0, 6),
+    cancelled_at=st.one_of(st.none(), st.none(), st.integers(1, 10)),
+)
+
+
+def submit_by_and_by(engine: Engine, planned: list[Wish]) -> list[Sequence]:
+    """Submit each when it is time, and wait for all."""
+    news: SimpleQueue[Sequence] = SimpleQueue()
+    sequences = [wish.sequence() for wish in planned]
+    for wish, sequence in zip(planned, sequences, strict=True):
+        sequence.inbox = news
+        if wish.cancelled_at is not None:
+            sequence.stop_after = canceller(engine, sequence, wish.cancelled_at)
+    started: list[Sequence] = []
+    for wish, sequence in zip(planned, sequences, strict=True):
+        for _ in range(wish.after):
+            if all(one.finished for one in started):
+                break
+            news.get(timeout=20)
+        engine.submit([sequence])
+        started.append(sequence)
+    while not all(one.finished for one in sequences):
+        news.get(timeout=20)
+    return sequences
+
+
+def canceller(engine: Engine, sequence: Sequence, at: int) -> Any:
+    def stop_after(token: int) -> bool:
+        if len(sequence.tokens) == at:
+            engine.cancel(sequence)
+        return False
+
+    return stop_after
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(wishes, min_size=2, max_size=7))
+def test_each_says_what_it_says_alone(planned: list[Wish]) -> None:
+    """With few slots and few pages, so that some wait and some are paused and computed again."""
+    engine = small_engine()
+    sequences = submit_by_and_by(engine, planned)
+    for wish, sequence in zip(planned, sequences, strict=True):
+        check(wish, sequence)
+    check_rests(engine)
+
+
+def test_all_methods_and_acceptances_at_once() -> None:
+    """Each with its own sampling, end tokens and penalty; trees see to their own path's repetitions."""
+    planned = [
+        Wish(0, 5 + index, 30, method, sampling, 7 * index, frozenset({index + 3, index + 30}))
+        for index, (method, sampling) in enumerate(
+            [*zip(METHODS, [*SAMPLINGS] * 2, strict=False), ("tree", "penalty"), ("tree", "greedy penalty")]
+        )
+    ]
+    engine = small_engine(max_rows=12, num_pages=200)
+    sequences = submit_by_and_by(engine, planned)
+    for wish, sequence in zip(planned, sequences, strict=True):
+        check(wish, sequence)
+        assert sequence.methods.total() == sequence.num_rounds
+    assert {"eos", "length"} == {one.finish_reason for one in sequences}
+    assert set(engine.statistics.rounds) >= {"vanilla", "seq", "tree", "magicdec", "lookup"}
+    check_rests(engine)
+
+
+def test_a_repetition_penalty_forbids_in_trees_too(engine: Engine) -> None:
+    (said,) = ask(engine, [[1, 2, 3]], METHODS["tree"], Sampling(repetition_penalty=1e6), new=40)
+    assert len({*said.tokens, 1, 2, 3}) == 43
+
+
+def test_pages_run_out_and_nothing_is_lost() -> None:
+    planned = [
+        Wish(0, 12 + index, 60, method, "0.8", index)
+        for index, method in enumerate(["vanilla", "seq", "tree", "magicdec", "lookup", "vanilla"])
+    ]
+    engine = small_engine(max_rows=4, num_pages=16)
+    sequences = submit_by_and_by(engine, planned)
+    for wish, sequence in zip(planned, sequences, strict=True):
+        check(wish, sequence)
+        assert len(sequence.tokens) == 60
+    paused = engine.statistics.num_paused
+    assert 0 < paused < 20, "who is paused waits until there is room"
+    assert sum(one.num_first - 1 for one in sequences) <= paused
+    check_rests(engine)
+
+
+def test_one_that_never_fits_fails_alone() -> None:
+    """There is room for its text but not for the tree behind it; who waits has room."""
+    engine = small_engine(max_rows=2, num_pages=6)
+    large = Sequence([1] * 40, 8, options=METHODS["tree"])
+    small = Sequence([2] * 10, 8, options=METHODS["tree"])
+    with pytest.raises(UserError, match="KV memory of 48 tokens is too small"):
+        engine.run([large, small])
+    engine.stop(small)
+    again = Sequence([2] * 10, 8, options=METHODS["tree"])
+    engine.run([again])
+    assert small.tokens == again.tokens
+    check_rests(engine)
+
+
+def test_what_is_refused_leaves_nothing_behind(engine: Engine) -> None:
+    fine, long = Sequence([1], 4, options=VANILLA), Sequence([1] * 90, 40, options=VANILLA)
+    with pytest.raises(UserError, match="130 tokens exceeds the engine's 96"):
+        engine.run([fine, long])
+    assert fine.submitted_at == 0
+    with pytest.raises(UserError, match="needs a draft"):
+        tiny_engine(models()[0]).run([Sequence([1], 4, options=METHODS["tree"])])
+
+
+def test_cancelling_frees_slot_and_pages_at_once(engine: Engine) -> None:
+    other = Sequence([9, 8, 7], 80, seed=1, options=METHODS["vanilla"])
+    one = Sequence([1, 2, 3], 80, seed=1, options=METHODS["tree"], inbox=SimpleQueue())
+    held: list[int] = []
+    other.stop_after = lambda token: bool(held.append(len(engine.scheduler.seats)))
+    engine.submit([one])
+    assert one.inbox is not None
+    one.inbox.get(timeout=20)
+    worker = threading.Thread(target=engine.run, args=([other],))
+    worker.start()
+    engine.stop(one)
+    assert all(seat.sequence is not one for seat in engine.scheduler.seats.values())
+    said = len(one.tokens)
+    assert one.finish_reason == "closed"
+    worker.join()
+    assert held[-1] == 1
+    assert len(one.tokens) == said < 80
+    check_rests(engine)
+
+
+def pages_of(engine: Engine, text: list[int]) -> list[int]:
+    """The pages that hold a text's beginning."""
+    pool = engine.scheduler.pool
+    found = pool.share(pool.hashes(text))
+    pool.release(found)
+    return found
+
+
+def contents(engine: Engine, pages: list[int]) -> list[torch.Tensor]:
+    kv, size = engine.models.pages, engine.scheduler.pool.size
+    return [x[:, :, page * size : (page + 1) * size].clone() for x in (kv.keys, kv.values) for page in pages]
+
+
+def test_questions_about_one_document_prefill_it_once(engine: Engine) -> None:
+    document = [(3 * place) % V for place in range(5 * PAGE)]
+    prompts = [[*document, question, question] for question in (1, 2, 3, 4)]
+    asked = ask(engine, prompts, METHODS["tree"], new=20)
+    assert [one.num_shared for one in asked] == [0, 40, 40, 40], "also where they come together"
+    assert engine.statistics.prompt_tokens == 4 * 42
+    assert engine.statistics.shared_tokens == 3 * 40
+    pages = pages_of(engine, document)
+    assert len(pages) == 5
+    before = contents(engine, pages)
+    for options in METHODS.values():
+        again = ask(engine, prompts, options, new=20)
+        if options.acceptance == "coupled":
+            assert [one.tokens for one in again] == [one.tokens for one in asked]
+        # Of a prompt that is there as a whole its last token is computed again, for its logits.
+        assert all(one.num_shared == 40 for one in again)
+    (whole,) = ask(engine, [document])
+    assert whole.num_shared == 32
+    assert pages_of(engine, document) == pages
+    assert all(map(torch.equal, before, contents(engine, pages))), "a shared page is never written"
+    engine.forget()
+    (fresh,) = ask(engine, prompts[:1], METHODS["tree"], new=20)
+    assert (fresh.num_shared, fresh.tokens) == (0, asked[0].tokens)
+
+
+def test_an_answer_is_remembered_with_its_prompt(engine: Engine) -> None:
+    (first,) = ask(engine, [[1, 2, 3, 4, 5]], METHODS["tree"], new=30)
+    (second,) = ask(engine, [[*first.text, 6, 7]], METHODS["tree"], new=20)
+    assert second.num_shared == (len(first.text) - 1) // PAGE * PAGE
+    engine.forget()
+    (fresh,) = ask(engine, [[*first.text, 6, 7]], new=20)
+    assert fresh.tokens == second.tokens
+
+
+def test_an_error_reaches_every_caller_and_the_engine_goes_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ask(engine, [[1, 2, 3], [4, 5]], METHODS["seq"])
+    run_round, rounds = engine.device.round, []
+
+    def fails_once(*args: Any) -> Any:
+        rounds.append(1)
+        if len(rounds) == 5:
+            raise ValueError("the device is tired")
+        return run_round(*args)
+
+    monkeypatch.setattr(engine.device, "round", fails_once)
+    release = threading.Event()
+
+    def wait_once(token: int) -> bool:
+        release.wait(20)
+        return False
+
+    first = Sequence([1], 60, options=VANILLA, stop_after=wait_once)
+    callers = [first, Sequence([2], 60, options=VANILLA), Sequence([3], 60, options=METHODS["tree"])]
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(engine.run, [one]) for one in callers]
+        while engine._orders.qsize() < 2:
+            time.sleep(0.001)
+        release.set()
+        for one in waiting:
+            with pytest.raises(ValueError, match="the device is tired"):
+                one.result(20)
+    assert {one.finish_reason for one in callers} == {"closed"}
+    check_rests(engine)
+    again = ask(engine, [[1, 2, 3], [4, 5]], METHODS["seq"])
+    assert [one.tokens for one in again] == [one.tokens for one in expected]
+
+
+def test_a_long_prompt_holds_nobody_up_for_more_than_a_chunk(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "PLAIN_BESIDE", 16)
+    events: list[str] = []
+    take, run_round = engine.device.take, engine.device.round
+    monkeypatch.setattr(engine.device, "take", lambda *args: events.append("chunk") or take(*args))
+    monkeypatch.setattr(engine.device, "round", lambda *args: events.append("round") or run_round(*args))
+    long = Sequence([place % V for place in range(90)], 4, options=VANILLA, inbox=SimpleQueue())
+    short = Sequence([1, 2, 3], 60, options=METHODS["seq"])
+    short.stop_after = lambda token: bool(len(short.tokens) == 3 and engine.submit([long]))
+    engine.run([short])
+    assert long.inbox is not None
+    while not long.finished:
+        long.inbox.get(timeout=20)
+    begin = events.index("chunk", 1)
+    end = len(events) - events[::-1].index("chunk")
+    assert events[begin:end] == ["chunk", "round"] * 5 + ["chunk"]
+
+
+@pytest.mark.parametrize("method", ["vanilla", "seq", "tree", "magicdec"])
+def test_the_device_is_left_to_others_between_sequences(engine: Engine, method: str) -> None:
+    (before,) = ask(engine, [[1, 2, 3]], METHODS[method])
+    with engine.paused() as device:
+        assert not bool(device.slots.running.any())
+        waiting = threading.Thread(target=ask, args=(engine, [[1, 2, 3]], METHODS[method]))
+        waiting.start()
+        time.sleep(0.05)
+        assert waiting.is_alive()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert ask(engine, [[1, 2, 3]], METHODS[method])[0].tokens == before.tokens
+
+
+def test_larger_trees_than_there_was_room_for(engine: Engine) -> None:
+    """The draft's ring is made anew, also below sequences that run."""
+    running = Sequence([1, 2, 3], 60, Sampling(0.8), options=METHODS["tree"])
+    wide = Sequence([4, 5], 20, Sampling(0.8), options=MethodOptions("tree", tree_shape=(20, 60, 60)))
+    running.stop_after = lambda token: bool(len(running.tokens) == 9 and engine.submit([wide]))
+    wide.inbox = SimpleQueue()
+    engine.run([running])
+    while not wide.finished:
+        wide.inbox.get(timeout=20)
+    for one in (running, wide):
+        alone = Sequence(one.prompt, one.max_new_tokens, one.sampling, one.seed, options=VANILLA)
+        engine.run([alone])
+        assert alone.tokens == one.tokens
+
+
+def test_threads_share_a_model(tiny: LongSpec) -> None:
+    prompts = ["Name three colours.", "Hi", "Count to ten.", "Where is the sea?", "Why?", "A list of fruit:"]
+    options: list[dict[str, Any]] = [
+        {"method": "lookup"}, {"temperature": 0.8}, {"method": "vanilla"},
+        {"method": "magicdec"}, {"temperature": 1.2, "top_p": 0.8}, {"repetition_penalty": 1.3},
+    ]  # fmt: skip
+    works = [
+        (prompt, {"max_new_tokens": 12, "seed": 3} | one)
+        for prompt, one in zip(prompts, options, strict=True)
+    ]
+    expected = [tiny.generate(prompt, **one).text for prompt, one in works]
+    tiny.reset()
+
+    def generate(work: tuple[str, dict[str, Any]]) -> str:
+        return tiny.generate(work[0], **work[1]).text
+
+    def stream(work: tuple[str, dict[str, Any]]) -> str:
+        return "".join(tiny.stream(work[0], **work[1]))
+
+    with ThreadPoolExecutor(12) as pool:
+        found = [pool.submit(call, work) for work in works for call in (generate, stream)]
+        assert [one.result(60) for one in found] == [text for text in expected for _ in "ab"]

@@ -225,7 +225,7 @@ class GlideModel(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Weights go elsewhere, or become another type: an engine is for those that it was made with."""
         self._engine = None
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy makes its own engine."""

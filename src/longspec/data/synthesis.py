@@ -1,7 +1,8 @@
 """Shards of samples that the target writes: resumable, deterministic.
 
 A shard is a run of samples, written by an engine that holds nothing yet and whose schedule follows from the
-samples alone, so that a shard that is made again comes out the same. FOLDER/progress holds the settings and, per shard, what the next one must know, until all is done.
+samples alone, so that a shard that is made again comes out the same. FOLDER/progress holds the settings and,
+per shard, what the next one must know, until all is done.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -12,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from longspec import hub
+from longspec.api import make_engine
 from longspec.attention import choose_backend
 from longspec.config import DEFAULT_TREE, DraftConfig, ModelConfig
 from longspec.decoding.choose import Sampling
-from longspec.decoding.loop import decode, start
-from longspec.decoding.methods.make import MethodOptions, make_method
-from longspec.decoding.row import Row
+from longspec.decoding.methods.make import MethodOptions
+from longspec.engine.engine import Engine
+from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 from longspec.models.checkpoint import WeightFiles
 from longspec.models.draft import DraftHead, GlideDraft
@@ -28,6 +28,9 @@ from longspec.models.placement import pick_device, pick_dtype
 
 # What users of `transformers` may ask for, by the backend that does it here.
 _BACKENDS = {None: "auto", "flash_attention_2": "auto", "sdpa": "torch", "eager": "reference"}
+
+# Rows that run at once; the others wait for one to end.
+_ROWS = 64
 
 
 class GlideModel(nn.Module):
@@ -77,6 +80,7 @@ class GlideModel(nn.Module):
         else:
             self.draft_model = load_draft(_draft_path(glide_path), self.model, name).draft
         self.draft_model.requires_grad_(True)
+        self._engine: Engine | None = None
 
     @property
     def lm_head(self) -> nn.Module:
@@ -185,21 +189,15 @@ class GlideModel(nn.Module):
         """Rows of `input_ids` [B, T] are prompts of `prompt_length` [B] tokens, padded on the right."""
         ends = self.eos_ids if eos_id is None else frozenset({eos_id})
         lengths = torch.as_tensor(prompt_length).expand(input_ids.shape[0]).tolist()
+        sampling = Sampling(temperature=temperature)
         rows = [
-            Row(ids[:length], seed + index, max_gen_len, ends)
+            Sequence(ids[:length], max_gen_len, sampling, seed + index, ends, options)
             for index, (ids, length) in enumerate(zip(input_ids.tolist(), lengths, strict=True))
         ]
-        sampling = Sampling(temperature=temperature)
-        head = DraftHead(self.model, self.draft_model.vocab_ids)
-        method, acceptance = make_method(options, sampling, (self.draft_model, head))
-        capacity = max(lengths) + max_gen_len + method.num_nodes
-        state = start(self.model, self.model.new_cache(len(rows), capacity), rows, sampling)
-        turns = decode(state, method, acceptance)
-        next(turns)
-        started = time.perf_counter()
-        for _ in turns:
+        for _ in self._engine_for(rows).run_here(rows):
             pass
-        seconds = time.perf_counter() - started
+        # Prompts are not counted, as far as they come before everything else.
+        seconds = max(row.finished_at for row in rows) - min(row.first_at for row in rows)
         tokens = input_ids.new_zeros(len(rows), max_gen_len)
         drafted = torch.zeros_like(tokens)
         for index, row in enumerate(rows):
@@ -207,6 +205,31 @@ class GlideModel(nn.Module):
             drafted[index, : len(row.tokens)] = tokens.new_tensor([depth > 0 for depth in row.depths])
         num_rounds = sum(row.num_rounds for row in rows)
         return tokens, int(drafted.sum()), num_rounds, seconds, drafted
+
+    def _engine_for(self, rows: list[Sequence]) -> Engine:
+        """An engine that is large enough: the last one, or else a new one. It holds nothing of earlier
+        texts, because weights may have changed since."""
+        longest, num_rows = max(row.limit for row in rows), min(len(rows), _ROWS)
+        engine = self._engine
+        if engine is not None and longest <= engine.max_length and num_rows <= engine.device.max_rows:
+            engine.forget()
+            return engine
+        if engine is not None:
+            longest, num_rows = max(longest, engine.max_length), max(num_rows, engine.device.max_rows)
+        engine = self._engine = None  # before the next one asks what memory is free
+        head = DraftHead(self.model, self.draft_model.vocab_ids)
+        engine = make_engine(self.model, self.draft_model, head, max_length=longest, max_rows=num_rows)
+        self._engine = engine
+        return engine
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Weights go elsewhere, or become another type: an engine is for those that it was made with."""
+        self._engine = None
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy makes its own engine."""
+        return self.__dict__ | {"_engine": None}
 
 
 class LlamaGlide(GlideModel):

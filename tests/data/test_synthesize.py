@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scipy.stats import chisquare
 
 from longspec import LongSpec
-from longspec.attention import choose_backend
+from longspec.api import make_engine
 from longspec.data.samples import Mix, Script
 from longspec.data.screen import Seen, is_repetitive, loop_start, signature
 from longspec.data.shards import Dataset, Role
 from longspec.data.synthesize import Request, synthesize
-from longspec.data.writer import BatchAttention, Job, Writer, Written, draw
+from longspec.decoding.choose import Sampling
+from longspec.decoding.methods.make import MethodOptions
+from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
-from tests.decoding.scripted import tiny_target
 
 # What `longspec data synthesize ARGUMENTS` runs.
 PROGRAM = """
@@ -39,7 +39,6 @@ data_synthesize.add_arguments(parser)
 try: sys.exit(data_synthesize.run(parser.parse_args()))
 except UserError as error: sys.exit(f"error: {error}")
 """
-FAMILIES = [("llama", {}), ("qwen2", {"qkv_bias": True}), ("qwen3", {"qk_norm": True, "qkv_bias": False})]
 
 
 def command(*arguments: object) -> list[str]:
@@ -64,81 +63,32 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(("family", "flags"), FAMILIES)
-def test_a_batch_scores_as_the_target_does(family: str, flags: dict[str, Any]) -> None:
-    target = tiny_target(1, family=family, vocab_size=50, hidden_size=32, num_layers=3, **flags)
-    generator = torch.Generator().manual_seed(0)
-    lengths = [1, 9, 4, 30]
-    tokens = torch.randint(50, (4, 40), generator=generator)
-    exact = torch.zeros(4, 10, 50)
-    target.attention = choose_backend("torch")
-    for row, length in enumerate(lengths):
-        cache = target.new_cache(1, 64)
-        exact[row] = target.logits(target(tokens[row : row + 1, : length + 10], cache)[0, length:])
-    target.attention = BatchAttention()
-    cache = target.new_cache(4, 64)
-    cache.keys.zero_(), cache.values.zero_()
-    target(tokens[:, :30], cache)
-    cache.lengths[:] = torch.tensor(lengths)
-    for step in range(10):
-        newest = tokens.gather(1, cache.lengths[:, None])
-        torch.testing.assert_close(
-            target.logits(target(newest, cache)[:, 0]), exact[:, step], atol=2e-5, rtol=2e-5
-        )
-        cache.advance(1)
-
-
-def test_rows_do_not_depend_on_the_batch_and_greedy_is_vanilla(tiny: LongSpec) -> None:
-    target = tiny.engine.target
+def test_rows_and_their_neighbours_change_nothing(tiny: LongSpec) -> None:
     generator = torch.Generator().manual_seed(5)
-    work = [
-        Job(
-            index,
-            torch.randint(40, 4000, (1 + 7 * index % 30,), generator=generator).tolist(),
-            1 + 5 * index % 23,
-            (0.0, 0.6, 1.0)[index % 3],
-            3 - index,
-        )
-        for index in range(40)
+    prompts = [torch.randint(40, 4000, (1 + 7 * n % 30,), generator=generator).tolist() for n in range(40)]
+    limits, temperatures = [1 + 5 * n % 23 for n in range(40)], [(0.0, 0.6, 1.0)[n % 3] for n in range(40)]
+    alone = [
+        tiny.generate(prompt, max_new_tokens=limit, temperature=warm, seed=n, eos_ids=(), method="vanilla")
+        for n, (prompt, limit, warm) in enumerate(zip(prompts, limits, temperatures, strict=True))
     ]
-    options: dict[str, Any] = {"method": "vanilla", "temperature": 0.0, "eos_ids": ()}
-    expected = {
-        job.key: tiny.generate(job.prompt, max_new_tokens=job.max_new_tokens, **options).token_ids
-        for job in work[::3]
-    }
-    ends = sorted({tokens[len(tokens) // 2] for tokens in expected.values()})[:4]
-    for key, tokens in expected.items():
-        stop = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
-        expected[key] = tokens[: stop + 1]
-    backend = target.attention
-    found = []
-    for batch in (3, 16):
-        written = list(Writer(target, batch, 80, ends).write(work))
-        assert sorted(one.job.key for one in written) == list(range(40))
-        assert all(one.ended == (one.tokens[-1] in ends) for one in written)
-        assert all(one.ended or len(one.tokens) == one.job.max_new_tokens for one in written)
-        found.append({one.job.key: one.tokens for one in written})
-    target.attention = backend
-    assert found[0] == found[1]
-    assert {key: found[0][key] for key in expected} == expected
-
-
-def test_draws_follow_the_distribution() -> None:
-    torch.manual_seed(0)
-    logits = 2 * torch.randn(300)
-    logits[[0, 5, 127, 128, 299]] = -torch.inf
-    num = 40000
-    for temperature in (0.7, 1.0):
-        rows = logits.expand(num, -1).clone()
-        drawn = draw(rows, torch.full((num,), temperature), torch.full((num,), 9), torch.arange(num))
-        seen = np.bincount(drawn.numpy(), minlength=300)
-        wanted = num * (logits.double() / temperature).softmax(-1).numpy()
-        assert seen[wanted == 0].sum() == 0
-        rare = wanted < 5
-        pooled = [np.append(x[~rare], x[rare].sum()) for x in (seen, wanted)]
-        assert chisquare(*pooled).pvalue > 1e-4
-    greedy = draw(logits.expand(4, -1).clone(), torch.zeros(4), torch.arange(4), torch.arange(4))
-    assert greedy.tolist() == [int(logits.argmax())] * 4
+    ends = frozenset(one.token_ids[len(one.token_ids) // 2] for one in alone[::9])
+    expected = []
+    for one in alone:
+        stop = next((at for at, token in enumerate(one.token_ids) if token in ends), one.tokens)
+        expected.append(one.token_ids[: stop + 1])
+    orders = []
+    for rows in (3, 16, 16):
+        engine = make_engine(tiny.target, max_rows=rows, max_length=80)
+        asked = [
+            Sequence(prompt, limit, Sampling(warm), n, ends, MethodOptions("vanilla"))
+            for n, (prompt, limit, warm) in enumerate(zip(prompts, limits, temperatures, strict=True))
+        ]
+        orders.append([one.seed for one in engine.run_here(iter(asked))])
+        assert [one.tokens for one in asked] == expected
+        assert all((one.finish_reason == "eos") == (one.tokens[-1] in ends) for one in asked)
+        assert sorted(orders[-1]) == list(range(40))
+        assert engine.statistics.held_pages == 0
+    assert orders[1] == orders[2], "who runs beside whom does not follow from time"
 
 
 def test_loops_and_near_duplicates_are_found() -> None:
@@ -167,8 +117,8 @@ def test_loops_and_near_duplicates_are_found() -> None:
 
 def test_the_target_asks_itself_and_answers(smollm2: LongSpec, tmp_path: Path) -> None:
     (tmp_path / "topics").write_text("Write a Python function\n\nTranslate to French:\n")
-    flags = ["--tokens", 120, "--batch", 6, "--max-new-tokens", 24, "--max-question-tokens", 48]
-    flags += ["--shard-samples", 6]
+    flags = ["--tokens", 120, "--batch", 8, "--max-new-tokens", 24, "--max-question-tokens", 64]
+    flags += ["--shard-samples", 8]
     made = subprocess.run(
         command("--output", tmp_path / "own", "--prefixes", tmp_path / "topics", "--json", *flags),
         capture_output=True,
@@ -277,18 +227,19 @@ def test_loops_and_repetitions_are_dropped_and_counted(
 
 def test_an_answer_is_cut_where_it_begins_to_loop(smollm2: LongSpec) -> None:
     mix = Mix({"questions": 1.0}, (0.0,), 1.0, 512, 128, 128, 1024, 0)
-    script = Script(mix, smollm2.engine.encoder)
+    script = Script(mix, smollm2.encoder)
     prose = smollm2.tokenizer(" ".join(f"{n} is not {n * n}," for n in range(60)))["input_ids"][:120]
     cases: list[tuple[list[int], int]] = [([], 121), ([77, 78] * 30, 122)]
     for loop, kept in cases:
         (sample,) = script.samples(0, 1)
-        job = script.job(sample)
-        script.take(sample, Written(job, [*smollm2.tokenizer("What is it?")["input_ids"], 2], True))
+        assert 0 <= script.sequence(sample).seed < 2**63
+        script.take(sample, [*smollm2.tokenizer("What is it?")["input_ids"], 2], True)
         prompt = len(sample.tokens)
         assert smollm2.tokenizer.decode(sample.tokens).endswith(
             "What is it?<|im_end|>\n<|im_start|>assistant\n"
         )
-        script.take(sample, Written(script.job(sample), [*prose, *loop, 2], True))
+        assert script.sequence(sample).prompt == sample.tokens
+        script.take(sample, [*prose, *loop, 2], True)
         assert sample.finished
         assert sample.was_cut == bool(loop)
         assert (len(sample.tokens) - prompt, sample.roles[prompt:]) == (kept, [Role.TEXT] * kept)

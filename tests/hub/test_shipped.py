@@ -29,7 +29,7 @@ ROOT = Path(longspec.__file__).parent.parent.parent
 
 def make_draft(folder: Path, model: LongSpec, name: str, **shape: object) -> Path:
     """An untrained draft for a loaded target, in bf16 as drafts ship."""
-    target = model.engine.target
+    target = model.target
     draft = GlideDraft(target.config, DraftConfig(qkv_bias=False, final_norm=True, **shape))  # type: ignore[arg-type]
     draft.initialise()
     draft.to(torch.bfloat16).save_pretrained(folder, target, name)
@@ -50,14 +50,14 @@ def test_the_default_target_uses_it_unless_told_otherwise(
     make_draft(folder, smollm2, DEFAULT_TARGET, cross_layers=(9, 19, 29), use_feature=True)
     assert 11_000_000 < (folder / "model.safetensors").stat().st_size < 16_000_000
     model = LongSpec.from_pretrained(dtype="float32", device="cpu", calibrate=False)
-    assert model.engine.draft_name == DEFAULT_TARGET
+    assert model.draft_name == DEFAULT_TARGET
     question = "What is the capital of France?"
     options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0}
     drafted = model.generate(question, method="tree", tree_shape=(2, 2), **options)
     assert (drafted.draft, drafted.method) == (DEFAULT_TARGET, "tree")
     assert drafted.token_ids == smollm2.generate(question, method="vanilla", **options).token_ids
     alone = LongSpec.from_pretrained(draft="none", dtype="float32", device="cpu", calibrate=False)
-    assert alone.engine.draft is None
+    assert alone.engine.models.draft is None
     assert main(["models"]) == 0
     assert f"{DEFAULT_TARGET} (comes with longspec)" in capsys.readouterr().out
 

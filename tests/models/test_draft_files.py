@@ -115,7 +115,7 @@ def test_what_is_broken_is_named(tmp_path: Path) -> None:
 def test_a_draft_given_to_from_pretrained_is_used(
     smollm2: LongSpec, smollm2_folder: Path, tmp_path: Path
 ) -> None:
-    target = smollm2.engine.target
+    target = smollm2.target
     draft = GlideDraft(target.config, DraftConfig(window=64, draft_vocab=100))
     draft.initialise()
     save_draft(draft, tmp_path, Fingerprint.of(target), "smollm2-135m")

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from longspec.api import make_engine
 from longspec.config import DraftConfig
 from longspec.data.collate import collate
 from longspec.data.shards import Packed, Role
-from longspec.decoding.choose import Sampling
-from longspec.decoding.loop import prefill, start
 from longspec.decoding.methods.glide import Glide
-from longspec.decoding.row import Row
+from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.tree import TokenTree
+from longspec.engine.sequence import Sequence
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.target import Transformer
 from longspec.train.layout import Draws, head_rows, lay_out
@@ -82,42 +83,46 @@ def test_loss_and_gradients_of_a_batch_equal_the_plain_reference(name: str, soft
         torch.testing.assert_close(weight.grad, gradients[weight_name], rtol=1e-4, atol=1e-5, msg=weight_name)
 
 
-class Recording(Glide):
+class Recording(DraftHead):
     """Keeps the draft's scores of every depth."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.seen: list[Tensor] = []
 
-    def _forward(self, *arguments: Any) -> Tensor:
-        hidden = super()._forward(*arguments)
-        self.seen.append(self._head(hidden)[0, -1])
-        return hidden
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.seen.append(super().forward(hidden))
+        return self.seen[-1]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("prompt_length", [4, 21])
 def test_training_scores_equal_those_of_decoding_for_the_same_tokens_and_lag(
-    name: str, prompt_length: int
+    name: str, prompt_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = make(CONFIGS[name])
     prompt = np.random.default_rng(3).integers(0, target.config.vocab_size, prompt_length).tolist()
-    method = Recording(draft, DraftHead(target, draft.vocab_ids), (1, 1, 1, 1), None, False, "seq")
-    state = start(target, target.new_cache(1, 64), [Row(prompt, 0, 8, frozenset())], Sampling())
-    with torch.inference_mode():
-        prefill(state, 2048)
-        method.begin(state)
-        chain = method.propose(state).tokens[0].tolist()
-    tokens = prompt + chain
+    chains, propose = [], Glide.propose
+
+    def recorded(*arguments: Any) -> TokenTree:
+        tree = propose(*arguments)
+        chains.append(tree.tokens[0].tolist())
+        return tree
+
+    monkeypatch.setattr(Glide, "propose", recorded)
+    recording = Recording(target, draft.vocab_ids)
+    engine = make_engine(target, draft, recording, max_rows=1, max_length=64)
+    list(engine.run_here([Sequence(prompt, 8, options=MethodOptions("seq", gamma=4))]))
+    tokens = prompt + chains[0]
     whole = Packed(np.array(tokens), np.full(len(tokens), Role.TEXT, np.uint8), np.zeros(1, np.int32))
     rows = head_rows(draft.vocab_ids, target.config.vocab_size)
     head = DraftHead(target, draft.vocab_ids)
-    for depth, scores in enumerate(method.seen):
+    for depth, scores in enumerate(recording.seen[:4]):
         layout = lay_out(collate([whole], "base", False), [depth + 1], [0], 4, rows, torch.device("cpu"))
         with torch.no_grad():
             hidden = Objective(target, draft).draft_hidden(layout, *Objective(target, draft).read(layout))
             trained = head(hidden)[0, len(prompt) + depth]
-        torch.testing.assert_close(trained, scores, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(trained, scores[0, -1], rtol=1e-4, atol=1e-4)
 
 
 def test_a_long_window_needs_no_square_mask_and_is_right() -> None:

@@ -189,7 +189,7 @@ def test_it_learns_and_what_it_measures_is_what_decoding_does(
     assert [count / rounds for count in by_depth] == pytest.approx(measured["eval_acceptance"], abs=0.02)
     published = tmp_path / "draft" / "draft_model_weights.pth"
     assert "self_attn.q_proj.weight" in torch.load(published, weights_only=True)
-    target: Transformer = model.engine.target
+    target: Transformer = model.target
     assert load_draft(tmp_path / "draft", target, "tiny").acceptance["chain"] == measured["eval_acceptance"]
 
 

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from longspec.data.screen import is_repetitive, loop_start, signature
 from longspec.data.shards import Role
-from longspec.data.writer import Job, Written
-from longspec.decoding.choose import hash_bits, uniform
+from longspec.decoding.choose import Sampling, hash_bits, uniform
+from longspec.decoding.methods.make import MethodOptions
+from longspec.engine.sequence import Sequence
 from longspec.errors import UserError, naming
 from longspec.prompts import PromptEncoder
 
@@ -36,6 +37,10 @@ _LEAST_ROOM = 32
 _LEAST_COMPARED = 32
 _QUESTION, _ANSWER = 0, 1
 _MARK = "7f3a9c51"
+# With so many rows at once nothing is faster than the target alone.
+_VANILLA = MethodOptions("vanilla")
+# Seeds are below this.
+_SEEDS = 2**63
 # Of a token, in prose and at the most that is reckoned with.
 _LIKELY_CHARACTERS, _MOST_CHARACTERS = 4, 8
 
@@ -65,7 +70,7 @@ class Sample:
     mode: str
     temperature: float
     noise: int
-    """Seed of its jobs' noise."""
+    """Seed of its sequences' noise."""
     topic: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
@@ -74,7 +79,8 @@ class Sample:
     """The conversation as the chat template writes it."""
     tokens: list[int] = field(default_factory=list)
     roles: list[int] = field(default_factory=list)
-    num_jobs: int = 0
+    num_sequences: int = 0
+    """What the target has answered of it so far."""
     question: NDArray[np.uint64] | None = None
     """The signature of a question that was just written, until it is compared."""
     answers: list[NDArray[np.uint64]] = field(default_factory=list)
@@ -166,7 +172,7 @@ def _texts(*values: Any) -> bool:
 
 
 class Script:
-    """Makes samples, the jobs that write them, and texts of what was written."""
+    """Makes samples, the sequences that write them, and texts of what was written."""
 
     def __init__(
         self,
@@ -175,6 +181,7 @@ class Script:
         prompts: JsonLines | None = None,
         documents: JsonLines | None = None,
         topics: tuple[str, ...] = (),
+        eos_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._mix, self._tokenizer = mix, encoder.tokenizer
         self._prompts, self._documents, self._topics = prompts, documents, topics
@@ -191,10 +198,12 @@ class Script:
             first = self._encode(self._after)[:1]
             if first and first[0] in self._tokenizer.all_special_ids:
                 self.turn_end = first[0]
+        ends = {*eos_ids, self._tokenizer.eos_token_id, self.turn_end}
+        self._eos_ids = frozenset(end for end in ends if end is not None)
         self._asking = {topic: self._encode(self._before + topic) for topic in topics or ("",)}
 
     def samples(self, first: int, count: int) -> list[Sample]:
-        """Samples `first` to `first + count`, ready for their first job."""
+        """Samples `first` to `first + count`, ready for their first sequence."""
         mix, stop = self._mix, first + count
         names = [name for name in MODES if mix.modes.get(name)]
         shares = np.cumsum([mix.modes[name] for name in names])
@@ -223,8 +232,8 @@ class Script:
             found.append(sample)
         return found
 
-    def job(self, sample: Sample) -> Job:
-        """The next job of a sample that is neither finished nor dropped."""
+    def sequence(self, sample: Sample) -> Sequence:
+        """What the target is to continue next, of a sample that is neither finished nor dropped."""
         mix = self._mix
         if sample.mode == "questions" and not sample.messages:
             prompt = self._asking[sample.topic]
@@ -232,16 +241,17 @@ class Script:
         else:
             prompt, room, temperature = sample.tokens, mix.max_new_tokens, sample.temperature
         limit = min(room, mix.seq_length - len(prompt))
-        return Job(sample.index, list(prompt), limit, temperature, sample.noise ^ sample.num_jobs)
+        seed = (sample.noise ^ sample.num_sequences) % _SEEDS
+        return Sequence(list(prompt), limit, Sampling(temperature), seed, self._eos_ids, _VANILLA)
 
-    def take(self, sample: Sample, written: Written) -> None:
-        """Add to a sample what its job wrote."""
-        sample.num_jobs += 1
-        text = written.tokens[:-1] if written.ended else written.tokens
+    def take(self, sample: Sample, tokens: list[int], ended: bool) -> None:
+        """Add to a sample what the target wrote; where it `ended` the text, the last token says so."""
+        sample.num_sequences += 1
+        text = tokens[:-1] if ended else tokens
         if sample.mode == "questions" and not sample.messages:
-            self._take_question(sample, text, written.ended)
+            self._take_question(sample, text, ended)
         else:
-            self._take_answer(sample, text, written)
+            self._take_answer(sample, text, tokens[-1] if ended else None)
 
     def _take_question(self, sample: Sample, tokens: list[int], ended: bool) -> None:
         text = sample.topic + self._tokenizer.decode(tokens, skip_special_tokens=True)
@@ -260,24 +270,23 @@ class Script:
             self._give_messages(sample)
             sample.question = signature(found, _QUESTION)
 
-    def _take_answer(self, sample: Sample, tokens: list[int], written: Written) -> None:
+    def _take_answer(self, sample: Sample, tokens: list[int], end: int | None) -> None:
         if not tokens or (len(tokens) < 8 and not self._tokenizer.decode(tokens).strip()):
             sample.dropped = "empty"
             return
         start = loop_start(np.array(tokens))
         if start is not None:
             sample.was_cut = True
-            tokens = tokens[:start]
+            tokens, end = tokens[:start], None
         if start is not None and start < _LEAST_ROOM:
             sample.dropped = "loop"
         elif is_repetitive(np.array(tokens)):
             sample.dropped = "repetitive"
         else:
-            whole = written.ended and start is None
-            sample.add(written.tokens if whole else tokens, Role.TEXT)
+            sample.add(tokens if end is None else [*tokens, end], Role.TEXT)
             if len(tokens) >= _LEAST_COMPARED:
                 sample.answers.append(signature(np.array(tokens), _ANSWER))
-            self._go_on(sample, tokens, written.tokens[-1] if whole else None)
+            self._go_on(sample, tokens, end)
 
     def _go_on(self, sample: Sample, answer: list[int], end: int | None) -> None:
         """Give the user's next turn, where there is one, the answer before it is whole, and it fits."""

@@ -1,7 +1,8 @@
 """Shards of samples that the target writes: resumable, deterministic.
 
-A shard is a run of samples, written from an empty batch, so that a shard that is made again comes out the
-same. FOLDER/progress holds the settings and, per shard, what the next one must know, until all is done.
+A shard is a run of samples, written by an engine that holds nothing yet and whose schedule follows from the
+samples alone, so that a shard that is made again comes out the same. FOLDER/progress holds the settings and,
+per shard, what the next one must know, until all is done.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from longspec.data.shards import (
     shard_folder,
     write_shard,
 )
-from longspec.data.writer import Writer
+from longspec.engine.engine import Engine
 from longspec.errors import UserError
 from longspec.models.files import read_json, write_whole
 
@@ -122,7 +123,7 @@ def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_dataset(
-    output: Output, script: Script, writer: Writer, on_tokens: OnTokens, seconds: float | None = None
+    output: Output, script: Script, engine: Engine, on_tokens: OnTokens, seconds: float | None = None
 ) -> Summary:
     """Make the shards that are missing, and finish the dataset; no shard is begun after so many seconds."""
     folder, state, clock = output.folder, State(), _Clock(on_tokens)
@@ -132,7 +133,7 @@ def make_dataset(
     while state.num_tokens < output.num_tokens:
         if seconds is not None and state.num_shards and clock.seconds >= seconds:
             break
-        _make_shard(output, state, script, writer, clock)
+        _make_shard(output, state, script, engine, clock)
     made_by = {"command": "data synthesize", "settings": output.settings, "counts": dict(state.counts)}
     finish(folder, state.num_shards, output.vocab_size, output.tokenizer, made_by)
     shutil.rmtree(folder / _PROGRESS)
@@ -174,14 +175,15 @@ class _Clock:
         self._on_tokens(total, self.written / self.seconds)
 
 
-def _make_shard(output: Output, state: State, script: Script, writer: Writer, clock: _Clock) -> None:
+def _make_shard(output: Output, state: State, script: Script, engine: Engine, clock: _Clock) -> None:
     """Write the next samples, drop what is not worth keeping, and put the rest on disk."""
     each = state.num_tokens / state.next_sample if state.num_tokens else _FIRST_GUESS
     wanted = int(_MARGIN * (output.num_tokens - state.num_tokens) / each) + 1
     number = min(max(wanted, _LEAST_SAMPLES), output.shard_samples)
     samples = script.samples(state.next_sample, number)
     remembered: list[NDArray[np.uint64]] = []
-    _write(samples, script, writer, state, remembered, clock)
+    engine.forget()
+    _write(samples, script, engine, state, remembered, clock)
     for sample in samples:
         if sample.dropped is None and not all(_keep(state.seen, remembered, keys) for keys in sample.answers):
             sample.dropped = "near-duplicate"
@@ -210,22 +212,22 @@ def _make_shard(output: Output, state: State, script: Script, writer: Writer, cl
 def _write(
     samples: list[Sample],
     script: Script,
-    writer: Writer,
+    engine: Engine,
     state: State,
     remembered: list[NDArray[np.uint64]],
     clock: _Clock,
 ) -> None:
-    """Run the samples' jobs, wave by wave: first questions and first turns, then what comes after them."""
-    named = {sample.index: sample for sample in samples}
+    """Have the samples written, wave by wave: first questions and first turns, then what comes after."""
     total = state.num_tokens
     pending = [sample for sample in samples if sample.dropped is None]
     while pending:
         order = sorted(pending, key=lambda sample: (MODES.index(sample.mode), sample.index))
-        for written in writer.write(script.job(sample) for sample in order):
-            sample = named[written.job.key]
-            script.take(sample, written)
+        asked = {script.sequence(sample): sample for sample in order}
+        for sequence in engine.run_here(asked):
+            sample = asked[sequence]
+            script.take(sample, sequence.tokens, sequence.finish_reason == "eos")
             total += len(sample.tokens) if sample.finished else 0
-            clock.tick(len(written.tokens), total)
+            clock.tick(len(sequence.tokens), total)
         for sample in pending:
             if sample.question is not None and not _keep(state.seen, remembered, sample.question):
                 sample.dropped = "near-duplicate"

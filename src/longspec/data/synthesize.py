@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from longspec import hub
+from longspec.api import make_engine
 from longspec.config import ModelConfig
 from longspec.data.samples import MODES, JsonLines, Mix, Script, read_document, read_prompt
 from longspec.data.shards import is_finished, tokenizer_fingerprint
 from longspec.data.synthesis import Output, Summary, begin, make_dataset, summary_of
-from longspec.data.writer import Writer
 from longspec.decoding.choose import Sampling
+from longspec.engine.memory import kv_bytes
 from longspec.errors import UserError
 from longspec.models.checkpoint import WeightFiles
 from longspec.models.files import eos_ids, read_config, read_json
@@ -113,14 +114,14 @@ def synthesize(request: Request, progress: bool = False) -> Summary:
         return summary_of(request.output)
     found, config = _find(request, place, kind, progress)
     encoder = PromptEncoder(found.folder, found.entry.chat_template if found.entry else None)
-    script = Script(_mix(request), encoder, files.get("prompts"), files.get("documents"), topics)
+    known = None if found.entry is None else found.entry.eos_id
+    told = eos_ids(found.folder) | (set() if known is None else {known})
+    script = Script(_mix(request), encoder, files.get("prompts"), files.get("documents"), topics, told)
     num_bytes = config.num_parameters * kind.itemsize
     label = f"Loading {request.target}"
     with WeightFiles(found.folder) as weights, byte_bar(label, num_bytes, progress) as advance:
         target = load_target(config, weights.tensor, place, kind, advance)
     batch = settings["batch"] or _pick_batch(config, request.seq_length, place, kind)
-    told = encoder.tokenizer.eos_token_id, found.entry.eos_id if found.entry else None, script.turn_end
-    ends = eos_ids(found.folder) | {end for end in told if end is not None}
     output = Output(
         folder=request.output,
         num_tokens=request.tokens,
@@ -133,9 +134,11 @@ def synthesize(request: Request, progress: bool = False) -> Summary:
         licence=request.licence or _licence(found.folder),
         settings=settings | {"batch": batch},
     )
-    writer = Writer(target, batch, request.seq_length, ends)
+    # So many pages that nobody waits for one: what is free now must not decide what is written.
+    pages = kv_bytes(config, kind, batch, request.seq_length)
+    engine = make_engine(target, max_length=request.seq_length, max_rows=batch, kv_memory=pages)
     with token_bar("Writing", request.tokens, progress) as update:
-        return make_dataset(output, script, writer, update, request.seconds)
+        return make_dataset(output, script, engine, update, request.seconds)
 
 
 def _find(
@@ -195,10 +198,9 @@ def _read_topics(path: Path) -> tuple[str, ...]:
 
 def _pick_batch(config: ModelConfig, seq_length: int, place: torch.device, kind: torch.dtype) -> int:
     """The largest power of two that memory has room for."""
-    # Beside its cache, a row has its scores, a few times over while a token is drawn.
-    row = config.kv_bytes_per_token(kind.itemsize) * seq_length + 4 * 4 * config.vocab_size
-    batch = _BATCH[place.type]
-    while batch > 1 and batch * row > _MEMORY_SHARE * free_memory(place):
+    batch, room = _BATCH[place.type], _MEMORY_SHARE * free_memory(place)
+    # Beside its pages, a row has its scores, a few times over while a token is drawn.
+    while batch > 1 and kv_bytes(config, kind, batch, seq_length) + 16 * batch * config.vocab_size > room:
         batch //= 2
     return batch
 

@@ -14,6 +14,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -109,7 +110,7 @@ class Engine:
         self._methods: dict[Group, Method] = {}
         self._flight: deque[_Launch] = deque()
         self._orders: SimpleQueue[tuple[str, Sequence | None]] = SimpleQueue()
-        self._lock = threading.RLock()
+        self._lock = threading.Condition(threading.RLock())
         self._worker: threading.Thread | None = None
         self._counts: Counter[str] = Counter()
         self._rounds: Counter[str] = Counter()
@@ -146,15 +147,20 @@ class Engine:
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Have sequences answered; each tells its inbox."""
-        asked, pool = list(sequences), self.scheduler.pool
-        most = min(self.max_length, pool.num_pages * pool.size)
+        asked = list(sequences)
         for sequence in asked:
-            if sequence.limit > most:
-                raise UserError(f"a sequence of {sequence.limit} tokens exceeds the engine's {most}")
-            self._method((sequence.options, False), sequence.options.method == "auto")  # refuses early
+            self._receive(sequence)
         for sequence in asked:
-            sequence.submitted_at = time.perf_counter()
             self._order("add", sequence)
+
+    def _receive(self, sequence: Sequence) -> None:
+        """Refuse what can never be answered."""
+        pool = self.scheduler.pool
+        most = min(self.max_length, pool.num_pages * pool.size)
+        if sequence.limit > most:
+            raise UserError(f"a sequence of {sequence.limit} tokens exceeds the engine's {most}")
+        self._method((sequence.options, False), sequence.options.method == "auto")  # refuses early
+        sequence.submitted_at = time.perf_counter()
 
     def cancel(self, sequence: Sequence) -> None:
         """Stop a sequence; its slot and pages are free at once."""
@@ -183,13 +189,13 @@ class Engine:
 
     def run(self, sequences: list[Sequence]) -> None:
         """Answer these and wait for them; what goes wrong is raised."""
-        inbox: SimpleQueue[Sequence] = SimpleQueue()
+        done: SimpleQueue[Sequence] = SimpleQueue()
         for sequence in sequences:
-            sequence.inbox = inbox
-        self.submit(sequences)
+            sequence.done = done
         try:
-            while not all(sequence.finished for sequence in sequences):
-                inbox.get()
+            self.submit(sequences)
+            for _ in sequences:
+                done.get()
         except BaseException:
             for sequence in sequences:
                 self.cancel(sequence)
@@ -197,6 +203,34 @@ class Engine:
         error = next((one.error for one in sequences if one.error is not None), None)
         if error is not None:
             raise error
+
+    def run_here(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
+        """Answer sequences in the caller's own thread; yields each when it is done.
+
+        They are taken from the iterable when there is room for them. Who runs beside whom then follows from
+        the sequences alone and never from time: a second run computes the same bits, and processes that share
+        a target's weights launch the same work in the same order. The caller's work on what is yielded
+        overlaps with the GPU's on what comes next.
+        """
+        coming, done, scheduler = iter(sequences), SimpleQueue[Sequence](), self.scheduler
+        with self._lock:
+            self.close()
+            try:
+                while True:
+                    for sequence in islice(coming, scheduler.max_rows - len(scheduler.waiting)):
+                        self._receive(sequence)
+                        sequence.done = done
+                        scheduler.waiting.append(sequence)
+                    if not self._is_busy:
+                        return
+                    with torch.inference_mode(), on_device(self.models.target.device):
+                        self._turn()
+                    while not done.empty():
+                        yield done.get()
+            except BaseException as error:
+                with torch.inference_mode(), on_device(self.models.target.device):
+                    self._fail(error)
+                raise
 
     @property
     def statistics(self) -> Statistics:
@@ -215,21 +249,18 @@ class Engine:
     def close(self) -> None:
         """Stop everything that runs and end the thread."""
         with self._lock:
-            worker = self._worker
-        if worker is not None and worker is not threading.current_thread():
-            self._orders.put(("close", None))
-            worker.join()
+            # The worker needs the lock to say that it has ended, and waiting lends it.
+            while self._worker is not None and self._worker is not threading.current_thread():
+                self._orders.put(("close", None))
+                self._lock.wait()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[Device]:
         """The device for the caller alone, while no sequence runs."""
-        while True:
-            self.close()  # without the lock, which the thread takes at its end
-            with self._lock:
-                if self._worker is None:
-                    with torch.inference_mode(), on_device(self.models.target.device):
-                        yield self.device
-                    return
+        with self._lock:
+            self.close()
+            with torch.inference_mode(), on_device(self.models.target.device):
+                yield self.device
 
     def prepare(self, max_rows: int = 1) -> None:
         """Record what a first sequence, or so many at once, will replay, so that none has to wait for it."""
@@ -267,10 +298,15 @@ class Engine:
                 self._worker = None
                 if not self._orders.empty():
                     self._order(*self._orders.get())
+                self._lock.notify_all()
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self.scheduler.seats or self.scheduler.waiting or self._flight)
 
     def _take_orders(self) -> bool:
         """Do what callers asked for; whether to go on."""
-        busy = bool(self.scheduler.seats or self.scheduler.waiting or self._flight)
+        busy = self._is_busy
         try:
             order = self._orders.get_nowait() if busy else self._orders.get(timeout=IDLE_SECONDS)
         except Empty:
@@ -303,7 +339,7 @@ class Engine:
                 self._release(seat)
         sequence.finish("closed")
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """End every sequence with the error; the engine itself can go on."""
         sequences = [*(seat.sequence for seat in self.scheduler.seats.values()), *self.scheduler.waiting]
         self._flight.clear()

@@ -87,6 +87,14 @@ def size_engine(
     return EngineSize(rows, min(longest, fits), page, num_pages)
 
 
+def kv_bytes(config: ModelConfig, dtype: torch.dtype, num_rows: int, length: int) -> int:
+    """Bytes of pages with which so many texts of up to `length` tokens, written by vanilla rounds, never wait
+    for each other."""
+    tokens = num_rows * (length + 2 * FUSED_PAGE)
+    # The engine itself wants room for a text and a tree.
+    return max(tokens, length + MOST_NODES + 2 * FUSED_PAGE) * config.kv_bytes_per_token(dtype.itemsize)
+
+
 @dataclass(frozen=True)
 class MemoryNeeds:
     """Bytes, part by part."""

@@ -29,6 +29,8 @@ class Sequence:
     """Told of every kept token; True ends the sequence there (a stop string is complete)."""
     inbox: SimpleQueue[Sequence] | None = None
     """Where it is put whenever it has something new, and at its end."""
+    done: SimpleQueue[Sequence] | None = None
+    """Where it is put at its end alone."""
 
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
@@ -110,5 +112,6 @@ class Sequence:
         """End here."""
         self.finished_at = time.perf_counter()
         self.error, self.finish_reason = error, reason
-        if self.inbox is not None:
-            self.inbox.put(self)
+        for queue in (self.inbox, self.done):
+            if queue is not None:
+                queue.put(self)

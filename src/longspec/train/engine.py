@@ -139,6 +139,11 @@ class Engine:
         elif processes.tp_size > 1:
             self.whole = split_target(target, processes.tp_size, device)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this process holds but a part of the target's layers."""
+        return self._partitioned or self.processes.tp_size > 1
+
     @contextlib.contextmanager
     def gather(self, weights: list[Tensor]) -> Iterator[None]:
         """Make frozen weights whole that ZeRO-3 spread, while the context lasts."""

@@ -8,24 +8,28 @@ tells what every possible round would accept, and walking through it gives the r
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence as Many
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from longspec.api import make_engine
+from longspec.attention import choose_backend
 from longspec.data.collate import collate
 from longspec.data.shards import Packed, Role
-from longspec.decoding.choose import Sampling
-from longspec.decoding.loop import decode, start
-from longspec.decoding.methods.vanilla import Vanilla
-from longspec.decoding.row import Row
+from longspec.decoding.methods.make import MethodOptions
+from longspec.engine.memory import kv_bytes
+from longspec.engine.sequence import Sequence
 from longspec.models.files import write_whole
 from longspec.models.target import Transformer
 from longspec.train.layout import head_rows, lay_out
 from longspec.train.losses import score
 from longspec.train.objective import Objective
+
+# Held-out prompts that are continued at once.
+_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Acceptance:
     tau: float
 
 
-def prompts_of(sequences: Sequence[Packed], num_tokens: int) -> list[list[int]]:
+def prompts_of(sequences: Many[Packed], num_tokens: int) -> list[list[int]]:
     """The beginnings of held-out sequences: a whole question where there is one, else some tokens."""
     prompts = []
     for one in sequences:
@@ -59,15 +63,34 @@ def prompts_of(sequences: Sequence[Packed], num_tokens: int) -> list[list[int]]:
 
 
 def continuations(
-    target: Transformer, prompts: list[list[int]], num_tokens: int, eos_ids: frozenset[int]
+    target: Transformer,
+    prompts: list[list[int]],
+    num_tokens: int,
+    eos_ids: frozenset[int],
+    is_sharded: bool = False,
 ) -> list[Continuation]:
-    """Let the target continue each prompt greedily."""
-    rows = [Row(prompt, 0, num_tokens, eos_ids) for prompt in prompts]
-    capacity = max(map(len, prompts)) + num_tokens + 1
-    state = start(target, target.new_cache(len(rows), capacity), rows, Sampling())
-    for _ in decode(state, Vanilla()):
-        pass
-    return [Continuation(row.prompt, row.tokens) for row in rows]
+    """Let the target continue each prompt greedily.
+
+    Of a sharded target every process must ask for the same. Its weights are whole only inside its modules,
+    so that our own kernels cannot read them.
+    """
+    vanilla = MethodOptions("vanilla")
+    texts = [Sequence(prompt, num_tokens, eos_ids=eos_ids, options=vanilla) for prompt in prompts]
+    longest, num_rows = max(text.limit for text in texts), min(len(texts), _ROWS)
+    # Not by what is free: all processes must do the same work in the same order.
+    pages = kv_bytes(target.config, target.dtype, num_rows, longest)
+    backend = target.attention
+    if is_sharded:
+        target.attention = choose_backend("torch")
+    try:
+        # What is compiled for training would be compiled anew for each of decoding's many shapes.
+        with torch.compiler.set_stance("force_eager"):
+            engine = make_engine(target, max_length=longest, max_rows=num_rows, kv_memory=pages)
+            for _ in engine.run_here(texts):
+                pass
+    finally:
+        target.attention = backend
+    return [Continuation(text.prompt, text.tokens) for text in texts]
 
 
 def save_continuations(path: Path, texts: list[Continuation]) -> None:
@@ -81,7 +104,7 @@ def load_continuations(path: Path) -> list[Continuation]:
 
 
 @torch.no_grad()
-def chain_acceptance(objective: Objective, texts: Sequence[Continuation], gamma: int) -> Acceptance:
+def chain_acceptance(objective: Objective, texts: Many[Continuation], gamma: int) -> Acceptance:
     """Accepted tokens per depth and tau of a greedy chain on these texts."""
     rounds = kept = 0
     accepted = np.zeros(gamma, np.int64)

@@ -107,7 +107,7 @@ class Objective:
         """The target's hidden states [B, T, E] and the keys and values of the cross layers."""
         layers = self.draft.config.layers_of(self.target.config)
         self.target.rope.reserve(layout.max_position + 1)
-        run = TargetPass(self.target.rope(layout.positions), layout.documents, layers, self.whole)
+        run = TargetPass(self._rope(layout), layout.documents, layers, self.whole)
         with torch.no_grad():
             hidden = (self.run_target or self.target)(layout.tokens, run)
         return hidden, [run.kept[layer] for layer in layers]
@@ -121,7 +121,7 @@ class Objective:
 
         feature = shift(hidden) * layout.sees[:, :, None] if self.draft.config.use_feature else None
         shifted = [(shift(k), shift(v)) for k, v in kv]
-        run = LaggedPass(self.draft, layout, self.target.rope(layout.positions), shifted)
+        run = LaggedPass(self.draft, layout, self._rope(layout), shifted)
         x = F.embedding(layout.tokens, self.target.embedding)
         return (self.run_draft or self.draft)(x, feature, layout.lags, run)
 
@@ -133,6 +133,11 @@ class Objective:
             teacher = hidden.flatten(0, 1)[layout.queries]
             loss = head_loss(drafted, self.head(), layout.labels, teacher, self.soft, self.chunk)
             return Outcome(loss, self._probe(layout, drafted, teacher))
+
+    def _rope(self, layout: Layout) -> Rope:
+        # Not by calling the module: ZeRO-3 would take it for a step of the target's own pass that is out of
+        # order, and drop the weights that are gathered.
+        return self.target.rope.forward(layout.positions)
 
     def head(self) -> Tensor:
         """The rows of the target's head that the draft uses."""

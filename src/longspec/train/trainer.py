@@ -304,7 +304,9 @@ class Trainer:
         prompts = evaluate.prompts_of(held_out, wanted.prompt_tokens)
         target = self.parts.glide.model
         with self.engine.gather([target.embedding, target.head.weight]):
-            texts = evaluate.continuations(target, prompts, wanted.new_tokens, self.parts.glide.eos_ids)
+            texts = evaluate.continuations(
+                target, prompts, wanted.new_tokens, self.parts.glide.eos_ids, self.engine.is_sharded
+            )
         self.engine.wait()
         if self.processes.first:
             evaluate.save_continuations(path, texts)

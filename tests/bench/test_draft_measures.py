@@ -63,7 +63,7 @@ def test_tau_by_context_goes_from_a_file_into_the_drafts_folder(
     tiny: LongSpec, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draft = tmp_path / "draft"
-    target = tiny.engine.target
+    target = tiny.target
     made = GlideDraft(target.config, DraftConfig(window=32))
     made.initialise()
     made.save_pretrained(draft, target, "tiny")

@@ -246,14 +246,14 @@ def test_figures_are_medians_of_repeats_and_ratios_within_one() -> None:
 def test_the_margin_of_a_difference_is_the_targets_own(tiny: LongSpec) -> None:
     import torch
 
-    prompt = tiny.engine.encoder.encode("Hello there", False, 49152)
+    prompt = tiny.encoder.encode("Hello there", False, 49152)
     said = tiny.generate(prompt, max_new_tokens=6, eos_ids=(), temperature=0.0).token_ids
     assert first_difference(said, said) is None
     assert first_difference(said, said[:4]) == 4
     other = [*said[:3], (said[3] + 1) % 49152, 7, 8]
     assert first_difference(said, other) == 3
     found = describe_difference(tiny, prompt, said, other, 3, 0.0, 0)
-    target = tiny.engine.target
+    target = tiny.target
     with torch.inference_mode():
         text = torch.tensor([[*prompt, *said[:3]]])
         logits = target.logits(target(text, target.new_cache(1, text.shape[1])))[0, -1]

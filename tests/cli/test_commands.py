@@ -145,9 +145,9 @@ def test_whose_draft_it_is(smollm2_folder: Path, tmp_path: Path) -> None:
     # The same shape with other weights: used, with a warning. Its answers are right all the same.
     config = json.loads((tmp_path / "config.json").read_text())
     model = LongSpec.from_pretrained(str(smollm2_folder), draft="none")
-    mine = GlideDraft(model.engine.target.config, DraftConfig(draft_vocab=50))
+    mine = GlideDraft(model.target.config, DraftConfig(draft_vocab=50))
     mine.initialise()
-    mine.save_pretrained(tmp_path, model.engine.target, "my-tuned-model")
+    mine.save_pretrained(tmp_path, model.target, "my-tuned-model")
     config = json.loads((tmp_path / "config.json").read_text())
     config["fingerprint"]["weights"][0] += 0.5
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -241,7 +241,7 @@ def test_a_stop_before_the_answer_begins_adds_nothing(
 
     messages: list[dict[str, str]] = []
     with monkeypatch.context() as patch:
-        patch.setattr(tiny.engine.target, "forward", interrupted)
+        patch.setattr(tiny.target, "forward", interrupted)
         _turn(tiny, messages, "Hi", {"method": "vanilla"})
     assert messages == []
     # Near the end of the context answers become shorter, and at the end the user is told.

@@ -39,7 +39,7 @@ for megabytes in sys.argv[2].split(","):
 def test_the_plan_is_what_is_taken(
     tiny: LongSpec, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = tiny.engine.target
+    target = tiny.target
     config = DraftConfig(window=64, draft_vocab=1000, cross_layers=(0, -1))
     draft = GlideDraft(target.config, config)
     draft.initialise(torch.Generator().manual_seed(0))

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vanilla.add_argument("--context", type=int, default=512, metavar="N", help="prompt tokens (%(default)s)")
     vanilla.add_argument("--new-tokens", type=int, default=48, metavar="N", help="tokens made (%(default)s)")
     vanilla.add_argument("--repeats", type=int, default=5, metavar="N", help="timed runs each (%(default)s)")
-    vanilla.set_defaults(draft="none", draft_dtype="auto", calibrate=False)
+    vanilla.set_defaults(draft="none", draft_dtype="auto")
     for name, (add, _, about) in _KINDS.items():
         add(kinds.add_parser(name, help=about))
     vanilla.add_argument("--json", action="store_true", help="print JSON")
@@ -95,7 +95,12 @@ def _vanilla(arguments: argparse.Namespace) -> int:
     folder = resolve(arguments.target, revision=arguments.revision, offline=arguments.offline).folder
     with count_bar("runs", arguments.repeats) as advance:
         result = compare(
-            load(arguments), folder, arguments.context, arguments.new_tokens, arguments.repeats, advance
+            load(arguments, calibrate=False),
+            folder,
+            arguments.context,
+            arguments.new_tokens,
+            arguments.repeats,
+            advance,
         )
     if arguments.json:
         ratios = {"decode_ratio": result.decode_ratio, "prefill_ratio": result.prefill_ratio}

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,8 +20,9 @@ from longspec.bench.shapes import fill_pages
 from longspec.config import DraftConfig
 from longspec.decoding.methods.glide import Glide
 from longspec.decoding.methods.vanilla import Vanilla
-from longspec.decoding.round import forward_chain_or_tree, run_round
+from longspec.decoding.round import Method, forward_chain_or_tree, run_round
 from longspec.decoding.slots import Slots
+from longspec.decoding.tree import TokenTree
 from longspec.engine.costs import place_rows
 from longspec.engine.engine import Engine
 from longspec.models.draft import GlideDraft
@@ -75,9 +77,9 @@ def _at(engines: dict[str, Engine], context: int, repeats: int) -> list[Line]:
     with torch.inference_mode():
         for turn in range(repeats + 1):
             found: dict[object, float] = {}
-            for number, (name, engine) in enumerate(engines.items()):
-                if number == 0:
-                    found["step"] = _timed(engine, context, lambda rows: _run(engine, rows, Vanilla()))
+            first = next(iter(engines.values()))
+            found["step"] = _timed(first, context, partial(_run, first, Vanilla()))
+            for name, engine in engines.items():
                 for gamma in GAMMAS:
                     _take_turn(engine, context, (name, gamma), found)
             if turn > 0:  # in the first one the draft reads the text
@@ -107,7 +109,7 @@ def _timed(engine: Engine, context: int, work: Callable[[Slots], object]) -> flo
     return time.thread_time() - started
 
 
-def _run(engine: Engine, rows: Slots, method: Glide | Vanilla) -> None:
+def _run(engine: Engine, method: Method, rows: Slots) -> None:
     run_round(engine.models, rows, method, False)
 
 
@@ -116,17 +118,14 @@ def _take_turn(engine: Engine, context: int, key: tuple[str, int], found: dict[o
     models = engine.models
     assert models.draft is not None
     method = Glide(models.draft, (1,) * key[1], name="seq")
-
-    def propose(rows: Slots) -> None:
-        nonlocal tree
-        tree = method.propose(models, rows, False)
-
-    tree = None
-    found["whole", *key] = _timed(engine, context, lambda rows: _run(engine, rows, method))
-    found["propose", *key] = _timed(engine, context, propose)
-    assert tree is not None
-    nodes = tree
-    found["verify", *key] = _timed(engine, context, lambda rows: forward_chain_or_tree(models, rows, nodes))
+    trees: list[TokenTree] = []
+    found["whole", *key] = _timed(engine, context, partial(_run, engine, method))
+    found["propose", *key] = _timed(
+        engine, context, lambda rows: trees.append(method.propose(models, rows, False))
+    )
+    found["verify", *key] = _timed(
+        engine, context, lambda rows: forward_chain_or_tree(models, rows, trees[0])
+    )
 
 
 def table(lines: list[Line]) -> str:

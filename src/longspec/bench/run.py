@@ -83,7 +83,7 @@ def _measure(
     on_row: Callable[[int], None],
 ) -> None:
     done = {row_key(row): row for row in folder.rows}
-    warm: set[tuple[str, str, str, float]] = set()
+    warm: set[tuple[str, str, str, float, int]] = set()
     for batch in _batches(plan):
         for runner in runners:
             missing = [place for place in batch if place.key(runner.label) not in done]

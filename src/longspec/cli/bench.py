@@ -7,6 +7,7 @@ longspec bench context --methods auto               speed as the context grows
 longspec bench longbench --model_name vicuna7b --method tree --task gov_report --data_path_prefix longbench/
 longspec bench aime --model_name qwq --method tree --id_min 60 --id_max 89
 longspec bench context --source meetings.jsonl --lengths 1024,4096 --methods tree:4x16x16 --limit 8
+longspec bench load --rates 2,5,10 --requests 200   requests that arrive one by one, and how long each waits
 longspec bench acceptance RUN --draft my-draft      what auto plans by, into the draft's folder
 longspec bench report RUN                           one HTML page of a run, or of several
 longspec bench latency --shape llama3-8b --context 4096 131072       cost of steps and rounds, random weights
@@ -19,7 +20,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from longspec.cli import bench_acceptance, bench_generate, bench_random, bench_report
+from longspec.cli import bench_acceptance, bench_generate, bench_load, bench_random, bench_report
 from longspec.cli.arguments import add_model_arguments, load
 
 # Of each kind with a file of its own: its flags, what runs it, and what it is.
@@ -39,6 +40,10 @@ _KINDS = {
     "aime": (
         *(bench_generate.add_aime, bench_generate.run_aime),
         "the published experiment on AIME 2024, with its flags",
+    ),
+    "load": (
+        *(bench_load.add_arguments, bench_load.run),
+        "requests that arrive at given rates, and how long each waits",
     ),
     "latency": (
         *(bench_random.add_latency, bench_random.run_latency),

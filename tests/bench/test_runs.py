@@ -139,6 +139,7 @@ def test_a_full_disk_keeps_what_is_finished(prompts: Path, tiny_folder: Path, tm
         (("--methods", "tree"), "needs a draft"),
         (("--temperature", "hot"), "--temperature is 'hot'"),
         (("--baseline", "vllm"), "there is: hf"),
+        (("--batch", "0"), "batch is 0"),
         (("--workload", "EMPTY"), "has no prompts"),
         (("--workload", "BAD"), "line 2: needs a text 'prompt'"),
         (("--workload", "text:2040"), "too long: with 10 new tokens the shortest takes 2050"),
@@ -152,12 +153,38 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
     (tmp_path / "bad.jsonl").write_text('{"prompt": "Hi"}\n{"turns": []}\n')
     files = {"EMPTY": str(tmp_path / "empty.jsonl"), "BAD": str(tmp_path / "bad.jsonl")}
     monkeypatch.chdir(tmp_path)
-    arguments = ("--max-new-tokens", "10", "--target", str(tiny_folder))
-    code = main(["bench", "generate", flags[0], files.get(flags[1], flags[1]), *arguments])
+    arguments = ("--max-new-tokens", "10", "--target", str(tiny_folder), "--methods", "lookup")
+    code = main(["bench", "generate", *arguments, flags[0], files.get(flags[1], flags[1])])
     assert code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert told in line
     assert not (tmp_path / "outputs").exists()
+
+
+def test_batches_run_side_by_side_and_say_the_same(
+    whole: Path, prompts: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "batches"
+    flags = ["--workload", str(prompts), "--temperature", "0,0.8", "--repeats", "1", "--batch", "2"]
+    flags += ["--output", str(folder), "--target", str(tiny_folder), "--dtype", "float32", "--device", "cpu"]
+    assert main([*BENCH[len(PROGRAM) :], *flags]) == 0
+    assert "up to 2 answers side by side" in capsys.readouterr().out
+    _, rows = read_run(folder)
+    alone = {row_key(row): row for row in read_run(whole)[1]}
+    assert all(row["token_ids"] == alone[row_key(row)]["token_ids"] for row in rows)
+    assert not any(row["difference"] for row in rows)
+    # The first and the third prompt are of one kind, and the conversation has a batch of its own.
+    greedy = [row for row in rows if row["method"] == "lookup" and row["temperature"] == 0]
+    assert [(row["item"], row["batch"]) for row in greedy] == [("1", "1"), ("3", "1"), ("81", "81")]
+    first, third = greedy[:2]
+    assert first["batch_seconds"] == third["batch_seconds"]
+    seconds = [row["prefill_seconds"] + row["decode_seconds"] for row in (first, third)]
+    assert max(seconds) == pytest.approx(first["batch_seconds"])
+    figures = summarise([first, third])[0]
+    speed = (first["tokens"] + third["tokens"]) / first["batch_seconds"]
+    assert figures.tokens_per_second.median == pytest.approx(speed)
+    assert main(["bench", "generate", "--batch", "2", "--baseline", "hf"]) == 2
+    assert "leave out --batch" in capsys.readouterr().err
 
 
 class _Tables(html.parser.HTMLParser):

@@ -6,17 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from longspec import LongSpec
-from longspec.cache import DraftCache
+from longspec.bench.shapes import shape_named
+from longspec.cache import DraftRing, Pages
 from longspec.cli.main import main
 from longspec.config import DraftConfig
 from longspec.models.draft import GlideDraft
-from tests.decoding.scripted import tiny_target
 
 # Runs the command line once for each number of megabytes that it may take beyond what the libraries do: those
 # are there, and used, before the limit is set.
@@ -49,8 +50,10 @@ def test_the_plan_is_what_is_taken(
     assert main(["info", str(tiny_folder), "--device", "cpu", *flags.split(), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     needs = facts["needs"]
-    assert needs["kv"] == target.new_cache(3, 507).num_bytes
-    ring = DraftCache.empty(target.config, config, 3, 7, target.device, target.dtype)
+    # 507 entries of each row, in whole pages; the dump page is one for all.
+    pages = Pages.empty(target.config, 3 * 32 - 1, 16, target.device, target.dtype)
+    assert needs["kv"] == pages.num_bytes
+    ring = DraftRing.empty(target.config, config, 3, 7, target.device, target.dtype)
     assert needs["draft_kv"] == ring.num_bytes
     assert needs["draft_weights"] == 4 * size
     assert needs["weights"] == 4 * target.config.num_parameters
@@ -61,12 +64,17 @@ def test_the_plan_is_what_is_taken(
     assert total == sum(needs.values())
     assert facts["left_bytes"] == facts["free_bytes"] - total
     assert facts["free_bytes"] <= facts["device_bytes"]
+    # What an engine takes by itself is what it takes when it is loaded.
+    engine, loaded = facts["engine"], tiny.engine
+    assert engine["max_rows"] == loaded.device.max_rows
+    assert engine["max_length"] == loaded.max_length
+    assert engine["kv_tokens"] == loaded.statistics.num_pages * loaded.models.pages.size
 
 
 @pytest.mark.parametrize("use_feature", [False, True])
 @pytest.mark.parametrize("qkv_bias", [False, True])
 def test_a_drafts_weights_are_counted(use_feature: bool, qkv_bias: bool) -> None:
-    target = tiny_target(num_heads=6, intermediate_size=20).config
+    target = replace(shape_named("tiny"), num_heads=6, intermediate_size=20)
     config = DraftConfig(
         cross_layers=(0, 1),
         use_feature=use_feature,

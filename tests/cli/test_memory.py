@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -97,8 +98,8 @@ def test_what_does_not_fit_is_said(tiny_folder: Path, capsys: pytest.CaptureFixt
 
 
 def test_running_out_of_memory_says_what_to_shrink(smollm2_folder: Path, tiny_folder: Path) -> None:
-    """Too little for the file, for the weights, and for the KV of 8,000 tokens beside the weights."""
-    flags = "generate --device cpu --dtype float32 --method vanilla --draft none --max-new-tokens 8000 Hi"
+    """Too little for the file, for the weights, and for the pages of KV beside the weights."""
+    flags = "generate --device cpu --dtype float32 --method vanilla --draft none Hi"
     program = [sys.executable, "-c", LIMITED, str(tiny_folder), "150,700,1300", *flags.split()]
     result = subprocess.run(
         program, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -109,5 +110,4 @@ def test_running_out_of_memory_says_what_to_shrink(smollm2_folder: Path, tiny_fo
     for line in lines[:2]:
         assert "there is no memory for the 0.5 GB of smollm2-135m in float32 on cpu" in line
         assert "a smaller dtype, a smaller target or another device" in line
-    assert "there is no memory for a KV cache of 8031 tokens" in lines[2]
-    assert "lower max_new_tokens" in lines[2]
+    assert re.search(r"there is no memory for \d+ tokens of KV on cpu; free some", lines[2])

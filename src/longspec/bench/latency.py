@@ -174,7 +174,7 @@ def measure_latency(setting: Setting, on_line: Callable[[Latencies], None] = lam
     draft = GlideDraft(config, setting.draft)
     draft.initialise(torch.Generator().manual_seed(0))
     drafting = prepare_draft(draft.to(device=device, dtype=dtype), target)
-    replays = device.type == "cuda" and attention.can_fuse(target.embedding, config.head_dim)
+    replays = device.type == "cuda" and _can_fuse(target)
     found = Latencies(setting, device, dtype, replays, bandwidth, [], [])
     for context in setting.contexts:
         for batch in setting.batches:
@@ -233,7 +233,7 @@ def _engine(
     config, dtype, device = target.config, target.dtype, target.device
     width = len(setting.tree_shape) + NUM_LOOKUP + 1
     length = context + (setting.rounds + _WARM_UP + 3) * width
-    page = page_size(dtype, config.head_dim, target.attention.can_fuse(target.embedding, config.head_dim))
+    page = page_size(dtype, config.head_dim, _can_fuse(target))
     # As many as `size_engine` wants for so many rows of this length.
     pages = batch * -(-(length + MOST_NODES + page) // page)
     needed = pages * page * config.kv_bytes_per_token(dtype.itemsize)
@@ -245,6 +245,12 @@ def _engine(
     engine = make_engine(target, *drafting, max_length=length, max_rows=batch, kv_memory=needed)
     fill_pages(engine.models.pages)
     return engine
+
+
+@torch.inference_mode()
+def _can_fuse(target: Transformer) -> bool:
+    """Whether the engine will run rounds by our own kernels; they are for tensors without gradients."""
+    return target.attention.can_fuse(target.embedding, target.config.head_dim)
 
 
 def _let_go(device: torch.device) -> None:

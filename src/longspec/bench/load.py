@@ -98,6 +98,10 @@ class LoadLine:
     """From a request's arrival to its end."""
     longest_wait: float
     """The longest time in which a request was given nothing."""
+    num_paused: int
+    """How often a request gave its pages to an older one, to be computed again later."""
+    num_captures: int
+    """Rounds that had to be captured meanwhile; requests waited for it."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +128,7 @@ def measure_load(
     asked = [prompts[number % len(prompts)] for number in range(setting.requests)]
     num_prompts = min(len(prompts), setting.requests)
     run = LoadRun(setting, workload.name, num_prompts, environment(model), [])
-    model.engine.prepare(min(setting.requests, model.engine.device.max_rows))
-    short = replace(setting, max_new_tokens=min(WARM_UP, setting.max_new_tokens))
-    with bar("warming up", setting.requests) as advance:
-        _send(model, asked, short, None, None, advance)
+    _warm_up(model, asked, setting, bar)
     rates: list[tuple[float, float | None]] = [(rate, None) for rate in setting.rates]
     if setting.shares:
         with bar("all at once", setting.requests) as advance:
@@ -138,6 +139,18 @@ def measure_load(
         with bar(f"{rate:.3g} a second", setting.requests) as advance:
             run.lines.append(_send(model, asked, setting, rate, share, advance))
     return run
+
+
+def _warm_up(model: LongSpec, asked: Sequence[list[int]], setting: LoadSetting, bar: Bar) -> None:
+    """Have every number of rows run once where rounds are captured for each, so that no request waits for a
+    capture later."""
+    device, most = model.engine.device, min(len(asked), model.engine.device.max_rows)
+    sizes = [*(size for size in device.buckets if size < most and device.models.fused), len(asked)]
+    model.engine.prepare(most)
+    short = replace(setting, max_new_tokens=min(WARM_UP, setting.max_new_tokens))
+    with bar("warming up", sum(sizes)) as advance:
+        for size in sizes:
+            _send(model, asked[:size], short, None, None, advance)
 
 
 class _Watch:
@@ -183,7 +196,7 @@ def _send(
     sampling = replace(model.defaults, temperature=setting.temperature)
     options = read_method(setting.method)
     engine.forget()
-    started = time.perf_counter()
+    before, started = engine.statistics, time.perf_counter()
     watches = [
         _Watch(
             Request(
@@ -201,7 +214,9 @@ def _send(
     finally:
         for watch in watches:
             engine.stop(watch.request)
-    return _line(watches, started, rate, share)
+    after = engine.statistics
+    counts = (after.num_paused - before.num_paused, after.num_captures - before.num_captures)
+    return _line(watches, started, rate, share, counts)
 
 
 def _see_through(
@@ -231,7 +246,13 @@ def _see_through(
             advance(1)
 
 
-def _line(watches: Sequence[_Watch], started: float, rate: float | None, share: float | None) -> LoadLine:
+def _line(
+    watches: Sequence[_Watch],
+    started: float,
+    rate: float | None,
+    share: float | None,
+    counts: tuple[int, int],
+) -> LoadLine:
     requests = [watch.request for watch in watches]
     ended = [one for one in watches if one.request.finish_reason not in (None, "closed")]
     begun = [one for one in watches if one.times]
@@ -258,6 +279,8 @@ def _line(watches: Sequence[_Watch], started: float, rate: float | None, share: 
         between_tokens=Percentiles.of(waits),
         whole=Percentiles.of([one.request.finished_at - one.due for one in ended]),
         longest_wait=max([*firsts, *waits, *open_ends], default=0.0),
+        num_paused=counts[0],
+        num_captures=counts[1],
     )
 
 

@@ -92,7 +92,7 @@ def test_eos_ids_replace_the_models_own(tiny: LongSpec) -> None:
 
 def test_paths_and_torch_types_are_taken(tiny_folder: Path) -> None:
     model = LongSpec.from_pretrained(tiny_folder, dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert model.engine.target.dtype == torch.bfloat16
+    assert model.target.dtype == torch.bfloat16
     assert model.generate(IDS, max_new_tokens=2).dtype == "bfloat16"
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"target": b"tiny"}, "target is b'tiny'"),

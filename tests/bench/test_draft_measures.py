@@ -47,7 +47,7 @@ def test_the_best_nodes_of_a_larger_tree_are_asked_for_by_label() -> None:
     "label", ["vanilla", "lookup:3", "seq:2", "tree:2x4", "tree:2x4@5", "tree:2x4@5+3", "tree:1x1"]
 )
 def test_what_ran_is_told_by_the_label_that_asks_for_it(smollm2: LongSpec, label: str) -> None:
-    answer = OurMethod(smollm2, label).answer([1, 2, 3, 1, 2], Asked(4, 0.0, 0))
+    (answer,) = OurMethod(smollm2, label).answers([[1, 2, 3, 1, 2]], [Asked(4, 0.0, 0)])
     assert read_method(answer.ran) == read_method(label)
 
 
@@ -63,7 +63,7 @@ def test_tau_by_context_goes_from_a_file_into_the_drafts_folder(
     tiny: LongSpec, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draft = tmp_path / "draft"
-    target = tiny.engine.target
+    target = tiny.target
     made = GlideDraft(target.config, DraftConfig(window=32))
     made.initialise()
     made.save_pretrained(draft, target, "tiny")

@@ -28,10 +28,10 @@ def draft(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from longspec import LongSpec
 
     model = LongSpec.from_pretrained(str(tiny_folder), dtype="float32", device="cpu", draft="none")
-    made = GlideDraft(model.engine.target.config, DraftConfig(window=16, draft_vocab=100))
+    made = GlideDraft(model.target.config, DraftConfig(window=16, draft_vocab=100))
     made.initialise()
     folder = tmp_path_factory.mktemp("draft")
-    made.save_pretrained(folder, model.engine.target, "tiny")
+    made.save_pretrained(folder, model.target, "tiny")
     return folder
 
 

@@ -39,7 +39,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     # Without a line that is being written, or that a kill cut off.
     whole, _, _ = (folder / "rows.jsonl").read_text().rpartition("\n")
     rows = [json.loads(line) for line in whole.splitlines()]
-    return [{name: row[name] for name in row.keys() - TIMES - {"parts"}} for row in rows]
+    return [{name: row[name] for name in row.keys() - TIMES} for row in rows]
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +80,6 @@ def test_every_cell_is_measured_and_nothing_differs_from_vanilla(whole: Path) ->
     talk = next(row for row in rows if row["item"] == "81")
     assert talk["kind"] == "writing"
     assert len(talk["token_ids"]) == 2
-    assert set(talk["parts"]) == {"propose", "verify", "accept"}
 
 
 def test_a_run_that_was_killed_goes_on_and_has_the_same_rows(
@@ -140,6 +139,7 @@ def test_a_full_disk_keeps_what_is_finished(prompts: Path, tiny_folder: Path, tm
         (("--methods", "tree"), "needs a draft"),
         (("--temperature", "hot"), "--temperature is 'hot'"),
         (("--baseline", "vllm"), "there is: hf"),
+        (("--batch", "0"), "batch is 0"),
         (("--workload", "EMPTY"), "has no prompts"),
         (("--workload", "BAD"), "line 2: needs a text 'prompt'"),
         (("--workload", "text:2040"), "too long: with 10 new tokens the shortest takes 2050"),
@@ -153,12 +153,38 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
     (tmp_path / "bad.jsonl").write_text('{"prompt": "Hi"}\n{"turns": []}\n')
     files = {"EMPTY": str(tmp_path / "empty.jsonl"), "BAD": str(tmp_path / "bad.jsonl")}
     monkeypatch.chdir(tmp_path)
-    arguments = ("--max-new-tokens", "10", "--target", str(tiny_folder))
-    code = main(["bench", "generate", flags[0], files.get(flags[1], flags[1]), *arguments])
+    arguments = ("--max-new-tokens", "10", "--target", str(tiny_folder), "--methods", "lookup")
+    code = main(["bench", "generate", *arguments, flags[0], files.get(flags[1], flags[1])])
     assert code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert told in line
     assert not (tmp_path / "outputs").exists()
+
+
+def test_batches_run_side_by_side_and_say_the_same(
+    whole: Path, prompts: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "batches"
+    flags = ["--workload", str(prompts), "--temperature", "0,0.8", "--repeats", "1", "--batch", "2"]
+    flags += ["--output", str(folder), "--target", str(tiny_folder), "--dtype", "float32", "--device", "cpu"]
+    assert main([*BENCH[len(PROGRAM) :], *flags]) == 0
+    assert "up to 2 answers side by side" in capsys.readouterr().out
+    _, rows = read_run(folder)
+    alone = {row_key(row): row for row in read_run(whole)[1]}
+    assert all(row["token_ids"] == alone[row_key(row)]["token_ids"] for row in rows)
+    assert not any(row["difference"] for row in rows)
+    # The first and the third prompt are of one kind, and the conversation has a batch of its own.
+    greedy = [row for row in rows if row["method"] == "lookup" and row["temperature"] == 0]
+    assert [(row["item"], row["batch"]) for row in greedy] == [("1", "1"), ("3", "1"), ("81", "81")]
+    first, third = greedy[:2]
+    assert first["batch_seconds"] == third["batch_seconds"]
+    seconds = [row["prefill_seconds"] + row["decode_seconds"] for row in (first, third)]
+    assert max(seconds) == pytest.approx(first["batch_seconds"])
+    figures = summarise([first, third])[0]
+    speed = (first["tokens"] + third["tokens"]) / first["batch_seconds"]
+    assert figures.tokens_per_second.median == pytest.approx(speed)
+    assert main(["bench", "generate", "--batch", "2", "--baseline", "hf"]) == 2
+    assert "leave out --batch" in capsys.readouterr().err
 
 
 class _Tables(html.parser.HTMLParser):
@@ -243,20 +269,20 @@ def test_figures_are_medians_of_repeats_and_ratios_within_one() -> None:
     assert broken[1].speedup["vanilla"].median == 2.0
 
 
-def test_the_margin_of_a_difference_is_the_targets_own(tiny: LongSpec) -> None:
+def test_the_margin_of_a_difference_is_the_targets_own(tiny: LongSpec, tiny_folder: Path) -> None:
     import torch
+    from transformers import LlamaForCausalLM
 
-    prompt = tiny.engine.encoder.encode("Hello there", False, 49152)
+    prompt = tiny.encoder.encode("Hello there", False, 49152)
     said = tiny.generate(prompt, max_new_tokens=6, eos_ids=(), temperature=0.0).token_ids
     assert first_difference(said, said) is None
     assert first_difference(said, said[:4]) == 4
     other = [*said[:3], (said[3] + 1) % 49152, 7, 8]
     assert first_difference(said, other) == 3
     found = describe_difference(tiny, prompt, said, other, 3, 0.0, 0)
-    target = tiny.engine.target
     with torch.inference_mode():
-        text = torch.tensor([[*prompt, *said[:3]]])
-        logits = target.logits(target(text, target.new_cache(1, text.shape[1])))[0, -1]
+        theirs = LlamaForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+        logits = theirs(torch.tensor([[*prompt, *said[:3]]])).logits[0, -1]
     assert found["margin"] == pytest.approx(float(logits[said[3]] - logits[other[3]]), abs=1e-4)
     assert found["margin"] > 0
     assert found["rounding"] == pytest.approx(2**-23 * float(logits.abs().max()))

@@ -11,17 +11,19 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from longspec import LongSpec
+from longspec.bench.shapes import random_target, shape_named
 from longspec.cli.chat import _turn
+from longspec.cli.main import main
 from longspec.cli.terminal import printable
 from longspec.config import DraftConfig
 from longspec.models.draft import GlideDraft
-from tests.decoding.scripted import tiny_target
 
 PROGRAM = (sys.executable, "-m", "longspec.cli.main")
 GENERATE = (*PROGRAM, "generate", "--temperature", "0", "--max-new-tokens", "12", "--method", "vanilla")
@@ -96,6 +98,8 @@ BAD = {
     "compared as JSON": (("--compare", "--json", "Hi"), "--compare is for people"),
     "no draft": (("--method", "tree", "--draft", "none", "Hi"), "needs a draft"),
     "missing draft": (("--draft", "./none", "Hi"), "./none"),
+    "long n-gram": (("--method", "lookup", "--max-ngram", "17", "Hi"), "between 1 and 16"),
+    "little KV": (("--kv-memory", "1MB", "--max-length", "900", "Hi"), "has room for 1.0 MB"),
     "too long": (("--max-length", "20", "word " * 50), "the context holds 20"),
     "answer too long": (("--max-new-tokens", "9000", "Hi"), "new tokens fit"),
     "no network": (("--target", "some-org/some-model", "Hi"), "some-org/some-model"),
@@ -134,7 +138,7 @@ def test_a_damaged_model_is_refused_and_debug_shows_where(smollm2_folder: Path, 
 
 
 def test_whose_draft_it_is(smollm2_folder: Path, tmp_path: Path) -> None:
-    other = tiny_target()
+    other = random_target(shape_named("tiny"), torch.device("cpu"), torch.float32)
     draft = GlideDraft(other.config, DraftConfig())
     draft.initialise()
     draft.save_pretrained(tmp_path, other, "tiny")
@@ -145,9 +149,9 @@ def test_whose_draft_it_is(smollm2_folder: Path, tmp_path: Path) -> None:
     # The same shape with other weights: used, with a warning. Its answers are right all the same.
     config = json.loads((tmp_path / "config.json").read_text())
     model = LongSpec.from_pretrained(str(smollm2_folder), draft="none")
-    mine = GlideDraft(model.engine.target.config, DraftConfig(draft_vocab=50))
+    mine = GlideDraft(model.target.config, DraftConfig(draft_vocab=50))
     mine.initialise()
-    mine.save_pretrained(tmp_path, model.engine.target, "my-tuned-model")
+    mine.save_pretrained(tmp_path, model.target, "my-tuned-model")
     config = json.loads((tmp_path / "config.json").read_text())
     config["fingerprint"]["weights"][0] += 0.5
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -199,7 +203,39 @@ def test_models_and_info() -> None:
     assert facts["parameters"] == 134_515_008
     assert facts["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 4
     assert facts["context_that_fits"] == 8192
-    assert "135 million parameters" in run(*PROGRAM, "info").stdout
+    text = run(*PROGRAM, "info", "--max-rows", "3", "--kv-memory", "1GB").stdout
+    assert "135 million parameters" in text
+    assert "answers up to 3 prompts at once" in text
+
+
+def test_the_engines_size_is_given_and_methods_other_than_auto_measure_nothing(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path))
+    made: list[LongSpec] = []
+    load = LongSpec.from_pretrained
+
+    def noted(*arguments: Any, **options: Any) -> LongSpec:
+        made.append(load(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(LongSpec, "from_pretrained", noted)
+    flags = ["--target", str(tiny_folder), "--device", "cpu", "--max-new-tokens", "3", "Hi"]
+    size = ["--max-rows", "2", "--kv-memory", "0.5MB", "--max-length", "300"]
+    assert main(["generate", *size, "--method", "lookup", *flags]) == 0
+    engine = made[0].engine
+    assert (engine.device.max_rows, engine.max_length) == (2, 300)
+    assert 400_000 < engine.models.pages.num_bytes <= 510_000
+    assert not (tmp_path / "calibration").exists()
+    assert main(["generate", *flags]) == 0
+    assert list((tmp_path / "calibration").iterdir())
+    for flag, value, told in (
+        ("--max-rows", "0", "'0' is not a number of prompts"),
+        ("--kv-memory", "much", "'much' is not a size like 8GB"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["generate", flag, value, *flags])
+        assert told in capsys.readouterr().err
 
 
 def test_streams_that_are_closed_or_know_only_ascii(tiny_folder: Path, tmp_path: Path) -> None:
@@ -234,18 +270,21 @@ def test_a_cache_without_a_home_is_named(homeless: dict[str, str]) -> None:
 
 
 def test_a_stop_before_the_answer_begins_adds_nothing(
-    tiny: LongSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: LongSpec,
+    tiny_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     messages: list[dict[str, str]] = []
     with monkeypatch.context() as patch:
-        patch.setattr(tiny.engine.target, "forward", interrupted)
+        patch.setattr(tiny.engine, "submit", interrupted)
         _turn(tiny, messages, "Hi", {"method": "vanilla"})
     assert messages == []
     # Near the end of the context answers become shorter, and at the end the user is told.
-    short = LongSpec(replace(tiny.engine, max_length=60))
+    short = LongSpec.from_pretrained(tiny_folder, device="cpu", max_length=60, calibrate=False)
     _turn(short, messages, "Hi", {"method": "vanilla", "max_new_tokens": 50, "eos_ids": ()})
     assert [message["role"] for message in messages] == ["user", "assistant"]
     _turn(short, messages, "Hi", {"method": "vanilla", "max_new_tokens": 50})

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from longspec.attention.base import merge
 from longspec.bench.bandwidth import copy_bandwidth
-from longspec.decoding.graph import capture
+from longspec.engine.graph import capture
+from longspec.engine.memory import FUSED_PAGE
 
 _CONTEXTS = (4096, 32768, 131072, 262144)
 _NODES = (1, 16, 64)
@@ -23,7 +24,7 @@ _NODES = (1, 16, 64)
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer's attention at batch 1."""
+    """One layer's attention of one row, whose pages follow each other."""
 
     num_heads: int
     num_kv_heads: int
@@ -64,8 +65,10 @@ def measure(shape: Shape) -> dict[str, float]:
     q = draw(1, N, shape.num_heads, D)
     # Small caches stay in the L2 cache, which a layer's never does in a model: read several in turn.
     copies = max(1, (1 << 28) // shape.num_bytes)
-    caches = [(draw(1, K, L + N, D), draw(1, K, L + N, D)) for _ in range(copies)]
+    pages = -(-(L + N) // FUSED_PAGE)
+    caches = [(draw(K, pages * FUSED_PAGE, D), draw(K, pages * FUSED_PAGE, D)) for _ in range(copies)]
     lengths = torch.tensor([L], device="cuda")
+    tables = torch.arange(pages, device="cuda", dtype=torch.int32)[None]
     tree = torch.ones(N, N, dtype=torch.bool, device="cuda").tril()
     folded = q.view(N, K, -1, D).transpose(0, 1).reshape(1, K, -1, D)
     bias = torch.zeros(N, N, device="cuda", dtype=q.dtype).masked_fill_(~tree, -torch.inf)
@@ -73,19 +76,21 @@ def measure(shape: Shape) -> dict[str, float]:
     bias = torch.nn.functional.pad(bias, (0, -N % 16))[:, :N].expand(1, K, -1, -1)
 
     def flash(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(folded, k[:, :, :L], v[:, :, :L])[:2]
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(folded, k[None, :, :L], v[None, :, :L])[
+            :2
+        ]
         return out, lse
 
     def composition(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        out, lse = efficient(folded, k[:, :, L:], v[:, :, L:], bias, True)[:2]
+        out, lse = efficient(folded, k[None, :, L : L + N], v[None, :, L : L + N], bias, True)[:2]
         return merge(flash(k, v), (out, lse[..., : folded.shape[2]]))
 
     def average(one: Callable[[Tensor, Tensor], object]) -> float:
         return time_of(lambda: [one(k, v) for k, v in caches]) / copies
 
     return {
-        "ours": average(lambda k, v: attend(q, k, v, lengths, tree)),
+        "ours": average(lambda k, v: attend(q, k, v, lengths, tables, FUSED_PAGE, tree)),
         "flash": average(flash),
         "composition": average(composition),
     }

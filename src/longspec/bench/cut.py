@@ -47,7 +47,7 @@ def spliced(model: LongSpec, lead: str, ids: list[int], question: str, length: i
     None where there are too few of them. The template goes around lead and question, and the tokens into the
     place between.
     """
-    asked = model.engine.encoder.encode(lead + question, False, model.engine.target.config.vocab_size)
+    asked = model.encoder.encode(lead + question, False, model.target.config.vocab_size)
     last = list(model.tokenizer(question, add_special_tokens=False)["input_ids"])
     place = next(
         (at for at in range(len(asked)) if asked[at : at + len(last)] == last),

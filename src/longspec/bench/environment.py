@@ -20,10 +20,10 @@ from longspec.models.placement import device_name
 
 def environment(model: LongSpec) -> dict[str, Any]:
     """Everything that the figures depend on beside the settings."""
-    target = model.engine.target
+    target = model.target
     return {
-        "target": model.engine.name,
-        "draft": model.engine.draft_name,
+        "target": model.name,
+        "draft": model.draft_name,
         "max_length": model.engine.max_length,
         **machine(target.device, target.dtype),
     }

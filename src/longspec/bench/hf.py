@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,13 @@ class Transformers:
         self.label = label
         self._theirs, self._model, self._options = theirs, model, options
 
-    def answer(self, prompt: list[int], asked: Asked) -> Answer:
-        """See `Runner.answer`. There is no cache between turns: the whole prompt is read again."""
-        device = self._model.engine.target.device
+    def answers(self, prompts: Sequence[list[int]], asked: Sequence[Asked]) -> list[Answer]:
+        """See `Runner.answers`. One after the other."""
+        return [self._answer(*one) for one in zip(prompts, asked, strict=True)]
+
+    def _answer(self, prompt: list[int], asked: Asked) -> Answer:
+        """There is no cache between turns: the whole prompt is read again."""
+        device = self._model.target.device
         ids = torch.tensor([prompt], device=device)
         clock = _Clock()
         torch.manual_seed(asked.seed)
@@ -60,7 +65,7 @@ class Transformers:
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=asked.max_new_tokens,
-                eos_token_id=sorted(self._model.engine.eos_ids),
+                eos_token_id=sorted(self._model.eos_ids),
                 pad_token_id=0,
                 streamer=clock,
                 **sampling,
@@ -69,7 +74,7 @@ class Transformers:
         tokens = output[0, len(prompt) :].tolist()
         total = time.perf_counter() - started
         prefill = clock.times[1] - started
-        ended = bool(tokens) and tokens[-1] in self._model.engine.eos_ids
+        ended = bool(tokens) and tokens[-1] in self._model.eos_ids
         # Speculating, it emits several at once; those that came with the prefill were not decoded.
         first = min(clock.counts[1], len(tokens))
         reason = "eos" if ended else "length"
@@ -77,10 +82,6 @@ class Transformers:
 
     def forget(self) -> None:
         """See `Runner.forget`: nothing is kept."""
-
-    def parts(self, prompt: list[int], asked: Asked) -> dict[str, float] | None:
-        """See `Runner.parts`."""
-        return None
 
 
 class _Static(Transformers):
@@ -98,8 +99,7 @@ class _Static(Transformers):
         super().__init__("hf-static", theirs, model, {"compile_config": compiling})
         self._caches: dict[int, Any] = {}
 
-    def answer(self, prompt: list[int], asked: Asked) -> Answer:
-        """See `Runner.answer`."""
+    def _answer(self, prompt: list[int], asked: Asked) -> Answer:
         from torch._dynamo import config
         from transformers.cache_utils import StaticCache
 
@@ -112,10 +112,10 @@ class _Static(Transformers):
             if fresh:
                 # Twice: one call compiles, the next may record a graph.
                 for _ in range(2):
-                    super().answer(prompt, replace(asked, max_new_tokens=min(4, asked.max_new_tokens)))
+                    super()._answer(prompt, replace(asked, max_new_tokens=min(4, asked.max_new_tokens)))
                     self._empty(length)
             self._empty(length)
-            return super().answer(prompt, asked)
+            return super()._answer(prompt, asked)
 
     def _empty(self, length: int) -> None:
         with torch.inference_mode():  # in which its tensors were made
@@ -137,7 +137,7 @@ def baselines(
     theirs = _load(folder, model)
     found = [Transformers("hf", theirs, model, {})]
     missing = {}
-    if model.engine.target.device.type == "cpu" and not shutil.which("g++"):
+    if model.target.device.type == "cpu" and not shutil.which("g++"):
         missing["hf-static"] = "torch.compile needs a C++ compiler on a CPU: install g++"
     else:
         # One of its own: compiling changes the model it is done to.
@@ -156,7 +156,7 @@ def _load(folder: Path, model: LongSpec) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the run has one of its own
-    target = model.engine.target
+    target = model.target
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
     except (OSError, ValueError) as error:

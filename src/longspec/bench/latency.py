@@ -6,31 +6,29 @@ Tokens that random weights draft are hardly ever accepted; what a round costs do
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
-from longspec.api import prepare_draft
+from longspec.api import make_engine, prepare_draft
 from longspec.attention import choose_backend
 from longspec.bench.bandwidth import copy_bandwidth
 from longspec.bench.environment import PeakMemory
-from longspec.bench.shapes import random_target, shape_named
+from longspec.bench.shapes import fill_pages, random_target, shape_named
 from longspec.bench.summary import Spread
-from longspec.calibration import Planner
 from longspec.config import DEFAULT_TREE, DraftConfig, ModelConfig
-from longspec.decoding.accept import accept_coupled
-from longspec.decoding.auto import Plan
 from longspec.decoding.choose import Sampling
-from longspec.decoding.device import DeviceRounds, replays, width_of
-from longspec.decoding.expected import gain
-from longspec.decoding.loop import DecodeState, Method, host_rounds, start
-from longspec.decoding.methods.glide import Glide
-from longspec.decoding.methods.make import MethodOptions, make_method
+from longspec.decoding.methods.make import MOST_NODES, MethodOptions, make_method
 from longspec.decoding.methods.vanilla import Vanilla
-from longspec.decoding.row import Row
-from longspec.decoding.timing import seconds_a_round
+from longspec.decoding.round import Method
+from longspec.engine.auto import NUM_LOOKUP
+from longspec.engine.costs import known_costs, place_rows
+from longspec.engine.device import Report
+from longspec.engine.engine import IN_FLIGHT, Engine
+from longspec.engine.memory import page_size
 from longspec.errors import UserError
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.layers import pack_linears
@@ -176,12 +174,12 @@ def measure_latency(setting: Setting, on_line: Callable[[Latencies], None] = lam
     draft = GlideDraft(config, setting.draft)
     draft.initialise(torch.Generator().manual_seed(0))
     drafting = prepare_draft(draft.to(device=device, dtype=dtype), target)
-    found = Latencies(setting, device, dtype, replays(target), bandwidth, [], [])
-    plan = Planner(target, drafting, {}, max(setting.contexts) + 1, False)
+    replays = device.type == "cuda" and _can_fuse(target)
+    found = Latencies(setting, device, dtype, replays, bandwidth, [], [])
     for context in setting.contexts:
         for batch in setting.batches:
             try:
-                found.lines.append(_line(target, drafting, plan, context, batch, found))
+                found.lines.append(_line(target, drafting, context, batch, found))
             except (_NotMeasured, torch.OutOfMemoryError) as error:
                 # The first line is enough: the allocator's advice goes on for many.
                 found.missing.append(Missing(context, batch, str(error).partition("\n")[0]))
@@ -190,27 +188,23 @@ def measure_latency(setting: Setting, on_line: Callable[[Latencies], None] = lam
 
 
 def _line(
-    target: Transformer,
-    drafting: tuple[GlideDraft, DraftHead],
-    plan: Callable[[int], Plan],
-    context: int,
-    batch: int,
-    run: Latencies,
+    target: Transformer, drafting: tuple[GlideDraft, DraftHead], context: int, batch: int, run: Latencies
 ) -> Latency:
     setting, config, device = run.setting, target.config, target.device
-    tree = _tree(drafting, plan, context, batch, setting)
     _let_go(device)
-    assert tree.tree_shape is not None
-    capacity = context + (setting.rounds + _WARM_UP + 3) * width_of(tree) + tree.num_nodes
-    per_token = config.kv_bytes_per_token(target.dtype.itemsize)
-    if (needed := batch * capacity * per_token) + _WORKING > (free := free_memory(device)):
-        raise _NotMeasured(
-            f"does not fit: the KV takes {gigabytes(needed)} and {gigabytes(free)} are free on {device}; "
-            "a smaller context or batch would"
-        )
+    options = MethodOptions("tree", tree_shape=setting.tree_shape, max_nodes=setting.max_nodes)
+    if setting.auto:
+        options = _planned_tree(_engine(target, drafting, context, batch, setting), context, batch)
+        _let_go(device)
     memory = PeakMemory(device)
-    modes = _times(target, tree, context, batch, capacity, setting, run.replays)
-    assert tree.ring is not None
+    engine = _engine(target, drafting, context, batch, setting)
+    tree = make_method(options, drafting[0])
+    with engine.paused():
+        engine.device.reserve_nodes(sum(options.tree_shape) + 1)
+        modes = _times(engine, tree, context, batch, setting)
+    ring = engine.device.slots.ring
+    assert ring is not None
+    assert tree.tree_shape is not None
     peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else memory.peak
     return Latency(
         context,
@@ -221,85 +215,100 @@ def _line(
         modes[1] if len(modes) > 1 else None,
         1e3 * read_bytes(config, target.dtype, context, batch) / run.bandwidth,
         config.num_parameters * target.dtype.itemsize,
-        batch * context * per_token,
+        batch * context * config.kv_bytes_per_token(target.dtype.itemsize),
         draft_weights(config, setting.draft, target.dtype),
-        tree.ring.num_bytes // batch,
+        ring.num_bytes // engine.device.slots.num_rows,
         peak,
     )
 
 
+def _engine(
+    target: Transformer,
+    drafting: tuple[GlideDraft, DraftHead],
+    context: int,
+    batch: int,
+    setting: Setting,
+) -> Engine:
+    """An engine whose every row has pages of its own, for this context and what the rounds may add."""
+    config, dtype, device = target.config, target.dtype, target.device
+    width = len(setting.tree_shape) + NUM_LOOKUP + 1
+    length = context + (setting.rounds + _WARM_UP + 3) * width
+    page = page_size(dtype, config.head_dim, _can_fuse(target))
+    # As many as `size_engine` wants for so many rows of this length.
+    pages = batch * -(-(length + MOST_NODES + page) // page)
+    needed = pages * page * config.kv_bytes_per_token(dtype.itemsize)
+    if needed + _WORKING > (free := free_memory(device)):
+        raise _NotMeasured(
+            f"does not fit: the KV takes {gigabytes(needed)} and {gigabytes(free)} are free on {device}; "
+            "a smaller context or batch would"
+        )
+    engine = make_engine(target, *drafting, max_length=length, max_rows=batch, kv_memory=needed)
+    fill_pages(engine.models.pages)
+    return engine
+
+
+@torch.inference_mode()
+def _can_fuse(target: Transformer) -> bool:
+    """Whether the engine will run rounds by our own kernels; they are for tensors without gradients."""
+    return target.attention.can_fuse(target.embedding, target.config.head_dim)
+
+
 def _let_go(device: torch.device) -> None:
-    """Of the cache and graphs of the last line, or of planning, so that their memory counts nowhere else."""
+    """Of the last engine and its graphs, so that their memory counts nowhere else."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _tree(
-    drafting: tuple[GlideDraft, DraftHead],
-    plan: Callable[[int], Plan],
-    context: int,
-    batch: int,
-    setting: Setting,
-) -> Glide:
-    options = MethodOptions("tree", tree_shape=setting.tree_shape, max_nodes=setting.max_nodes)
-    if setting.auto:
-        options = _planned_tree(plan(batch), context)
-    method, _ = make_method(options, Sampling(), drafting)
-    assert isinstance(method, Glide)
-    return method
+def _planned_tree(engine: Engine, context: int, batch: int) -> MethodOptions:
+    """The tree that `auto` ranks first here, by what is measured or remembered, whether or not it would draft
+    at all."""
+    with engine.paused() as device:
+        engine.adopt(known_costs(device, engine.candidates, engine.width))
+    policy, rows = engine.policy, device.bucket(batch)
+    trees = {name: one for name, one in policy.options.items() if one.method == "tree"}
+    best = max(trees, key=lambda name: policy.gain(trees[name]) / policy.costs.seconds(name, rows, context))
+    return trees[best]
 
 
-def _planned_tree(plan: Plan, context: int) -> MethodOptions:
-    """The tree that `auto` ranks first for this context, whether or not it would draft at all."""
-
-    def speed(name: str) -> float:
-        ratio = plan.costs.ratio(name, context)
-        return gain(plan.options[name], plan.acceptance) / ratio if ratio else 0.0
-
-    return plan.options[
-        max((name for name in plan.options if plan.options[name].method == "tree"), key=speed)
-    ]
-
-
-@torch.inference_mode()
-def _times(
-    target: Transformer,
-    tree: Glide,
-    context: int,
-    batch: int,
-    capacity: int,
-    setting: Setting,
-    replayed: bool,
-) -> list[Mode]:
-    """Greedy, then sampled: vanilla and tree by turns, over one cache."""
-    kv = target.new_cache(batch, capacity)
-    generator = torch.Generator(target.device).manual_seed(0)
-    for layer in range(target.config.num_layers):
-        for buffer in kv.layer(layer):
-            buffer.normal_(generator=generator)
-    target.rope.reserve(capacity)
-    kv.lengths.fill_(context)
-    rows = [Row([1] * context, row, capacity) for row in range(batch)]
-    samplings = [Sampling()] + ([setting.sampling] if setting.sampling else [])
-    begins = [
-        _rounds(start(target, kv, rows, sampling), method, replayed)
-        for sampling in samplings
-        for method in (Vanilla(), tree)
-    ]
-    taken: list[list[float]] = [[] for _ in begins]
-    for _ in range(setting.repeats):
-        for times, begin in zip(taken, begins, strict=True):
-            kv.lengths.fill_(context)
-            times.append(1e3 * seconds_a_round(begin(), _WARM_UP, setting.rounds))
-    return [_mode(*taken[first : first + 2]) for first in range(0, len(taken), 2)]
+def _times(engine: Engine, tree: Method, context: int, batch: int, setting: Setting) -> list[Mode]:
+    """Greedy, then sampled: vanilla and tree by turns, over the same pages."""
+    methods: dict[str, Method] = {"vanilla": Vanilla(), "tree": tree}
+    modes = []
+    for sampling in [Sampling()] + ([setting.sampling] if setting.sampling else []):
+        rows = torch.arange(batch, device=engine.device.slots.lengths.device)
+        engine.device.slots.sampling.put(rows, [sampling] * batch)
+        taken: dict[str, list[float]] = {name: [] for name in methods}
+        for _ in range(setting.repeats):
+            for name, method in methods.items():
+                place_rows(engine.device, batch, context)
+                if engine.models.fused and method.drafts:
+                    engine.device.read_into_rings(range(batch))
+                seconds = _seconds_a_round(engine, name, method, batch, setting.rounds, not sampling.greedy)
+                taken[name].append(1e3 * seconds)
+        modes.append(_mode(*taken.values()))
+    return modes
 
 
-def _rounds(state: DecodeState, method: Method, replayed: bool) -> Callable[[], Iterator[object]]:
-    """What begins anew at the state and gives a round each time it is asked, as requests run them."""
-    if replayed:
-        return partial(DeviceRounds(state, method).run, state)
-    return partial(host_rounds, state, method, accept_coupled)
+def _seconds_a_round(
+    engine: Engine, name: str, method: Method, batch: int, rounds: int, sampled: bool
+) -> float:
+    """Of rounds one after the other, whose reports are read as late as the engine reads them."""
+    device, flight = engine.device, deque[Report]()
+    in_flight = IN_FLIGHT if engine.models.target.device.type == "cuda" else 0
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            flight.append(device.round(("latency", name), method, batch, [True] * batch, sampled))
+            while len(flight) > in_flight:
+                flight.popleft().read()
+        while flight:
+            flight.popleft().read()
+
+    run(_WARM_UP)
+    started = time.perf_counter()
+    run(rounds)
+    return (time.perf_counter() - started) / rounds
 
 
 def _mode(steps: list[float], rounds: list[float]) -> Mode:

@@ -93,6 +93,13 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
+def speed_of(facts: Mapping[str, Any]) -> str:
+    """What tokens per second are of, in a run with these facts."""
+    if (batch := facts.get("batch", 1)) > 1:
+        return f"up to {batch} answers side by side, from their submission to the end of the last one"
+    return "decoding alone"
+
+
 def report(figures: Sequence[Figures], run: Mapping[str, Any]) -> str:
     """Everything about a run that fits in a text."""
     facts = run["facts"]
@@ -100,8 +107,9 @@ def report(figures: Sequence[Figures], run: Mapping[str, Any]) -> str:
     parts = [
         f"`{run['command']}`",
         about,
-        f"Begun {run['begun']}. Whole answers of at most {facts['max_new_tokens']} tokens, decode time only, "
-        f"median of {facts['repeats']} repeats (least to most); speedups are against vanilla in this run.",
+        f"Begun {run['begun']}. Whole answers of at most {facts['max_new_tokens']} tokens; speeds are of "
+        f"{speed_of(facts)}, median of {facts['repeats']} repeats (least to most); speedups are against "
+        "vanilla in this run.",
         table(MAIN, [cells(one) for one in figures]),
     ]
     header, lines = against(figures)

@@ -10,7 +10,6 @@ from typing import Any
 from longspec.bench.summary import ALL, Figures
 
 Draw = Callable[[Any, Sequence[Figures]], bool]
-PARTS = ("propose", "verify", "accept")
 
 
 def draw_all(figures: Sequence[Figures]) -> dict[str, bytes]:
@@ -77,23 +76,7 @@ def _acceptance_by_depth(axes: Any, figures: Sequence[Figures]) -> bool:
     return drawn
 
 
-def _time_by_part(axes: Any, figures: Sequence[Figures]) -> bool:
-    whole = [one for one in figures if one.parts and one.kind == ALL] or [one for one in figures if one.parts]
-    names = [f"{one.method}\n{one.workload} T={one.temperature:g}" for one in whole]
-    below = [0.0] * len(whole)
-    for part in PARTS:
-        heights = [1e3 * (one.parts or {})[part] for one in whole]
-        axes.bar(range(len(whole)), heights, bottom=below, label=part)
-        below = [one + other for one, other in zip(below, heights, strict=True)]
-    axes.set_xticks(range(len(whole)), names, fontsize="small")
-    axes.set(ylabel="milliseconds of a round")
-    if whole:
-        axes.legend()
-    return bool(whole)
-
-
 PLOTS: dict[str, Draw] = {
     "speedup_by_context": _speedup_by_context,
     "acceptance_by_depth": _acceptance_by_depth,
-    "time_by_part": _time_by_part,
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longspec.bench.folder import Row, read_run
-from longspec.bench.markdown import MAIN, against, cells, load_average
+from longspec.bench.markdown import MAIN, against, cells, load_average, speed_of
 from longspec.bench.plots import PLOTS, draw_all
 from longspec.bench.summary import Figures, summarise
 
@@ -18,7 +18,6 @@ _MOST_TOKENS = 400
 _CAPTIONS = {
     "speedup_by_context": "Decoding speed against vanilla in the same run, by the prompt's length.",
     "acceptance_by_depth": "How many rounds kept a drafted token at each depth; one line per kind of prompt.",
-    "time_by_part": "Where the time of an average round goes, watched in a generation of its own.",
 }
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
@@ -69,7 +68,7 @@ def _run(name: str, run: dict[str, Any], rows: list[Row], num_answers: int) -> s
         f"<h2>{escape(name)}</h2>",
         f"<p><code>{escape(run['command'])}</code></p>",
         f"<p>Begun {escape(run['begun'])}. Whole answers of at most {facts['max_new_tokens']} tokens. Speeds "
-        f"are of decoding alone; figures are medians of {facts['repeats']} repeats, least and most in "
+        f"are of {speed_of(facts)}; figures are medians of {facts['repeats']} repeats, least and most in "
         "brackets. A speedup is against vanilla in the same run. Memory is what an answer took beyond "
         "what was in use before it.</p>",
         _table(MAIN, [cells(one) for one in figures]),

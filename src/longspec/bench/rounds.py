@@ -10,31 +10,32 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from longspec import LongSpec
-from longspec.api import prepare_draft
+from longspec.api import make_engine, prepare_draft
+from longspec.bench.shapes import fill_pages
 from longspec.config import DraftConfig
-from longspec.decoding.accept import accept_coupled
-from longspec.decoding.choose import Sampling
-from longspec.decoding.loop import DecodeState, Method, run_round, start
-from longspec.decoding.methods.chain import Chain
 from longspec.decoding.methods.glide import Glide
 from longspec.decoding.methods.vanilla import Vanilla
-from longspec.decoding.row import Row
+from longspec.decoding.round import Method, forward_chain_or_tree, run_round
+from longspec.decoding.slots import Slots
+from longspec.decoding.tree import TokenTree
+from longspec.engine.costs import place_rows
+from longspec.engine.engine import Engine
 from longspec.models.draft import GlideDraft
 from longspec.models.target import Transformer
 
 CONTEXTS = (128, 512, 2048)
 GAMMAS = (3, 4, 6)
-# Name, whether the tree's code drafts it, the weights, and the vocabulary (0 is all).
+# Name, the weights, and the vocabulary (0 is all).
 VARIANTS = (
-    ("as a tree, fp32, whole head", True, "target", 0),
-    ("as a tree, fp32", True, "target", 8192),
-    ("chain, fp32", False, "target", 8192),
-    ("chain, int8, whole head", False, "int8", 0),
-    ("chain, int8", False, "int8", 8192),
+    ("fp32, whole head", "target", 0),
+    ("fp32", "target", 8192),
+    ("int8, whole head", "int8", 0),
+    ("int8", "int8", 8192),
 )
 
 
@@ -53,69 +54,78 @@ class Line:
 
 def measure_rounds(target: Transformer, repeats: int) -> list[Line]:
     """Every variant at every context and gamma."""
-    methods: dict[tuple[str, int], Method] = {}
+    engines = {name: _engine(target, dtype, vocab) for name, dtype, vocab in VARIANTS}
+    return [line for context in CONTEXTS for line in _at(engines, context, repeats)]
+
+
+def _engine(target: Transformer, draft_dtype: str, draft_vocab: int) -> Engine:
+    """One row, over random KV."""
     thirds = tuple(part * target.config.num_layers // 3 - 1 for part in (1, 2, 3))
-    for name, as_tree, kind, vocab in VARIANTS:
-        config = DraftConfig(
-            cross_layers=thirds, use_feature=True, final_norm=True, qkv_bias=False, draft_vocab=vocab
-        )
-        draft = GlideDraft(target.config, config)
-        draft.initialise(torch.Generator().manual_seed(0))
-        drafting = prepare_draft(draft, target, kind)
-        for gamma in GAMMAS:
-            tree = Glide(*drafting, (1,) * gamma, None, draws=False, name="seq")
-            methods[name, gamma] = tree if as_tree else Chain(*drafting, gamma, None)
-    return [line for context in CONTEXTS for line in _at(target, methods, context, repeats)]
+    config = DraftConfig(
+        cross_layers=thirds, use_feature=True, final_norm=True, qkv_bias=False, draft_vocab=draft_vocab
+    )
+    draft = GlideDraft(target.config, config)
+    draft.initialise(torch.Generator().manual_seed(0))
+    drafting = prepare_draft(draft, target, draft_dtype)
+    engine = make_engine(target, *drafting, max_length=max(CONTEXTS) + 64, max_rows=1)
+    fill_pages(engine.models.pages)
+    return engine
 
 
-def _at(
-    target: Transformer, methods: dict[tuple[str, int], Method], context: int, repeats: int
-) -> list[Line]:
-    generator = torch.Generator().manual_seed(0)
-    cache = target.new_cache(1, context + 16)
-    cache.keys.normal_(generator=generator)
-    cache.values.normal_(generator=generator)
-    target.rope.reserve(cache.capacity)
-    prompt = torch.randint(8192, (context,), generator=generator).tolist()
+def _at(engines: dict[str, Engine], context: int, repeats: int) -> list[Line]:
     times: dict[object, list[float]] = {}
-
-    def timed(key: object, work: Callable[[], object]) -> None:
-        cache.lengths.fill_(context)
-        started = time.thread_time()
-        work()
-        times.setdefault(key, []).append(time.thread_time() - started)
-
     with torch.inference_mode():
-        cache.lengths.fill_(context)
-        states = {key: start(target, cache, [Row(prompt, 0, 10**6)], Sampling()) for key in methods}
-        vanilla = start(target, cache, [Row(prompt, 0, 10**6)], Sampling())
-        for key, method in methods.items():
-            method.begin(states[key])
-        for _ in range(repeats):
-            timed("step", lambda: run_round(vanilla, Vanilla(), accept_coupled))
-            for key, method in methods.items():
-                _take_turn(states[key], method, key, timed)
+        for turn in range(repeats + 1):
+            found: dict[object, float] = {}
+            first = next(iter(engines.values()))
+            found["step"] = _timed(first, context, partial(_run, first, Vanilla()))
+            for name, engine in engines.items():
+                for gamma in GAMMAS:
+                    _take_turn(engine, context, (name, gamma), found)
+            if turn > 0:  # in the first one the draft reads the text
+                for key, seconds in found.items():
+                    times.setdefault(key, []).append(seconds)
     step = statistics.median(times["step"])
     return [
-        Line(context, *key, *(statistics.median(times[part, key]) / step for part in _PARTS))
-        for key in methods
+        Line(
+            context,
+            name,
+            gamma,
+            *(statistics.median(times[part, name, gamma]) / step for part in ("propose", "verify", "whole")),
+        )
+        for name in engines
+        for gamma in GAMMAS
     ]
 
 
-_PARTS = ("propose", "verify", "whole")
+def _timed(engine: Engine, context: int, work: Callable[[Slots], object]) -> float:
+    """Seconds of the thread for work on a row that stands behind so many tokens."""
+    device = engine.device
+    place_rows(device, 1, context)
+    rows = device.slots.first(1)
+    rows.active.fill_(True)
+    started = time.thread_time()
+    work(rows)
+    return time.thread_time() - started
 
 
-def _take_turn(
-    state: DecodeState,
-    method: Method,
-    key: tuple[str, int],
-    timed: Callable[[object, Callable[[], object]], None],
-) -> None:
+def _run(engine: Engine, method: Method, rows: Slots) -> None:
+    run_round(engine.models, rows, method, False)
+
+
+def _take_turn(engine: Engine, context: int, key: tuple[str, int], found: dict[object, float]) -> None:
     """A round in one piece, which also leaves the processor's cache as rounds do, then its parts."""
-    timed(("whole", key), lambda: run_round(state, method, accept_coupled))
-    timed(("propose", key), lambda: method.propose(state))
-    tree = method.propose(state)
-    timed(("verify", key), lambda: state.target(tree.tokens, state.cache, tree.sees()))
+    models = engine.models
+    assert models.draft is not None
+    method = Glide(models.draft, (1,) * key[1], name="seq")
+    trees: list[TokenTree] = []
+    found["whole", *key] = _timed(engine, context, partial(_run, engine, method))
+    found["propose", *key] = _timed(
+        engine, context, lambda rows: trees.append(method.propose(models, rows, False))
+    )
+    found["verify", *key] = _timed(
+        engine, context, lambda rows: forward_chain_or_tree(models, rows, trees[0])
+    )
 
 
 def table(lines: list[Line]) -> str:
@@ -141,7 +151,7 @@ def table(lines: list[Line]) -> str:
 def main(repeats: int = 15) -> None:
     """Measure and print."""
     torch.set_num_threads(1)
-    target = LongSpec.from_pretrained(draft="none", dtype="float32", device="cpu").engine.target
+    target = LongSpec.from_pretrained(draft="none", dtype="float32", device="cpu", calibrate=False).target
     print(table(measure_rounds(target, repeats)))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -18,8 +18,8 @@ from longspec.bench.runners import Answer, Asked, Runner, accepted_by_depth
 from longspec.bench.workloads import Item, Workload
 from longspec.text import pieces_of
 
-# Tokens of a warm-up, and of the generation whose rounds are taken apart.
-WARM_UP, PARTS = 8, 32
+# Tokens of a warm-up.
+WARM_UP = 8
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Plan:
     temperatures: Sequence[float]
     repeats: int
     max_new_tokens: int
+    batch: int = 1
+    """Prompts of one kind that are answered side by side."""
 
     @property
     def generations(self) -> int:
@@ -46,7 +48,6 @@ class Place:
     seed: int
     temperature: float
     repeat: int
-    first_of_kind: bool
 
     def key(self, method: str) -> tuple[str, str, str, float, int]:
         """That of the row which a method makes here."""
@@ -82,48 +83,76 @@ def _measure(
     on_row: Callable[[int], None],
 ) -> None:
     done = {row_key(row): row for row in folder.rows}
-    warm: set[tuple[str, str, str, float]] = set()
-    for place in _places(plan):
+    warm: set[tuple[str, str, str, float, int]] = set()
+    for batch in _batches(plan):
         for runner in runners:
-            if place.key(runner.label) in done:
-                on_row(1)
-                continue
-            group = (runner.label, place.workload, place.item.kind, place.temperature)
-            if group not in warm:
-                runner.forget()
-                runner.answer(
-                    place.item.prompt(model, []),
-                    Asked(min(WARM_UP, plan.max_new_tokens), place.temperature, 0),
-                )
-                warm.add(group)
-            vanilla = done.get((*place.key("vanilla")[:4], 0))
-            row = _row(model, runner, place, plan.max_new_tokens, vanilla)
-            folder.add(row)
-            done[row_key(row)] = row
-            on_row(1)
+            missing = [place for place in batch if place.key(runner.label) not in done]
+            if missing:
+                first = batch[0]
+                group = (runner.label, first.workload, first.item.kind, first.temperature, len(batch))
+                if group not in warm:
+                    _warm_up(model, runner, batch, plan.max_new_tokens)
+                    warm.add(group)
+                for place, row in zip(batch, _rows(model, runner, batch, plan, done), strict=True):
+                    if place in missing:
+                        folder.add(row)
+                        done[row_key(row)] = row
+            on_row(len(batch))
 
 
-def _places(plan: Plan) -> list[Place]:
-    """In order. Temperatures one after the other: on a GPU, rounds are captured for each of them."""
-    places = []
+def _batches(plan: Plan) -> list[list[Place]]:
+    """What is answered side by side, of one kind each, in order."""
+    batches: list[list[Place]] = []
     for repeat, temperature in product(range(plan.repeats), plan.temperatures):
         for workload in plan.workloads:
-            kinds: set[str] = set()
+            last: dict[str, list[Place]] = {}
             for seed, item in enumerate(workload.items):
-                first = item.kind not in kinds
-                kinds.add(item.kind)
-                places.append(Place(workload.name, item, seed, temperature, repeat, first))
-    return places
+                own = last.get(item.kind)
+                if own is None or len(own) == plan.batch:
+                    own = last[item.kind] = []
+                    batches.append(own)
+                own.append(Place(workload.name, item, seed, temperature, repeat))
+    return batches
 
 
-def _row(model: LongSpec, runner: Runner, place: Place, max_new_tokens: int, vanilla: Row | None) -> Row:
-    """Run one item and write down how it went."""
-    asked = Asked(max_new_tokens, place.temperature, place.seed)
+def _warm_up(model: LongSpec, runner: Runner, batch: Sequence[Place], max_new_tokens: int) -> None:
+    runner.forget()
+    prompts = [place.item.prompt(model, []) for place in batch]
+    asked = [Asked(min(WARM_UP, max_new_tokens), place.temperature, 0) for place in batch]
+    runner.answers(prompts, asked)
+
+
+def _rows(
+    model: LongSpec, runner: Runner, batch: Sequence[Place], plan: Plan, done: Mapping[Any, Row]
+) -> list[Row]:
+    """Run items side by side and write down how each went."""
     runner.forget()
     gc.collect()
-    memory = PeakMemory(model.engine.target.device)
-    prompts, answers, pieces = _converse(model, runner, place.item, asked)
+    memory = PeakMemory(model.target.device)
+    talks, seconds = _converse(model, runner, batch, plan.max_new_tokens)
     peak = memory.peak
+    rows = []
+    for place, talk in zip(batch, talks, strict=True):
+        row = _row(model, runner, place, talk, done.get((*place.key("vanilla")[:4], 0)))
+        row |= {"peak_memory": peak, "memory_above_start": max(0, peak - memory.before)}
+        if plan.batch > 1:
+            row |= {"batch": batch[0].item.id, "batch_seconds": seconds}
+        rows.append(row)
+    return rows
+
+
+@dataclass(frozen=True)
+class _Talk:
+    """All turns of an item: each turn's whole prompt, its answer, and the text of the answer's tokens."""
+
+    prompts: list[list[int]] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    pieces: list[list[str]] = field(default_factory=list)
+
+
+def _row(model: LongSpec, runner: Runner, place: Place, talk: _Talk, vanilla: Row | None) -> Row:
+    """What is to be kept of an item; `vanilla` is the row of vanilla's first repeat."""
+    prompts, answers = talk.prompts, talk.answers
     row: Row = {
         "workload": place.workload,
         "kind": place.item.kind,
@@ -139,8 +168,6 @@ def _row(model: LongSpec, runner: Runner, place: Place, max_new_tokens: int, van
         "decoded_tokens": sum(len(answer.token_ids) - answer.first_tokens for answer in answers),
         "prefill_seconds": sum(answer.prefill_seconds for answer in answers),
         "decode_seconds": sum(answer.decode_seconds for answer in answers),
-        "peak_memory": peak,
-        "memory_above_start": max(0, peak - memory.before),
         "load_average": load_average(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "finish_reasons": [answer.finish_reason for answer in answers],
@@ -154,9 +181,7 @@ def _row(model: LongSpec, runner: Runner, place: Place, max_new_tokens: int, van
         # The answers themselves are alike in every repeat, or the digest tells; once is enough.
         row["token_ids"] = [answer.token_ids for answer in answers]
         row["depths"] = [answer.depths for answer in answers]
-        row["pieces"] = pieces
-        if place.first_of_kind:
-            row["parts"] = runner.parts(prompts[0], replace(asked, max_new_tokens=min(PARTS, max_new_tokens)))
+        row["pieces"] = talk.pieces
     # Sampled, `transformers` has noise of its own: there is nothing to compare.
     row["compared"] = vanilla is not None and (place.temperature == 0 or answers[0].depths is not None)
     row["difference"] = _difference(model, row, prompts, answers, vanilla) if row["compared"] else None
@@ -164,17 +189,24 @@ def _row(model: LongSpec, runner: Runner, place: Place, max_new_tokens: int, van
 
 
 def _converse(
-    model: LongSpec, runner: Runner, item: Item, asked: Asked
-) -> tuple[list[list[int]], list[Answer], list[list[str]]]:
-    """All turns of an item: each turn's whole prompt, its answer, and the text of the answer's tokens."""
-    prompts: list[list[int]] = []
-    answers: list[Answer] = []
-    pieces: list[list[str]] = []
-    for _ in range(item.num_turns):
-        prompts.append(item.prompt(model, ["".join(one) for one in pieces]))
-        answers.append(runner.answer(prompts[-1], asked))
-        pieces.append(pieces_of(model.tokenizer, answers[-1].token_ids))
-    return prompts, answers, pieces
+    model: LongSpec, runner: Runner, batch: Sequence[Place], max_new_tokens: int
+) -> tuple[list[_Talk], float]:
+    """All turns of all items, turn by turn; and the seconds from each turn's submission to the end of its
+    last answer, summed over the turns."""
+    talks, seconds = [_Talk() for _ in batch], 0.0
+    for turn in range(max(place.item.num_turns for place in batch)):
+        now = [(place, talk) for place, talk in zip(batch, talks, strict=True) if turn < place.item.num_turns]
+        for place, talk in now:
+            talk.prompts.append(place.item.prompt(model, ["".join(one) for one in talk.pieces]))
+        answers = runner.answers(
+            [talk.prompts[-1] for _, talk in now],
+            [Asked(max_new_tokens, place.temperature, place.seed) for place, _ in now],
+        )
+        seconds += max(one.prefill_seconds + one.decode_seconds for one in answers)
+        for (_, talk), answer in zip(now, answers, strict=True):
+            talk.answers.append(answer)
+            talk.pieces.append(pieces_of(model.tokenizer, answer.token_ids))
+    return talks, seconds
 
 
 def _difference(

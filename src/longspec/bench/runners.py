@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 from longspec.api import LongSpec
-from longspec.bench.parts import time_parts
 from longspec.config import DEFAULT_TREE
 from longspec.decoding.methods.make import MethodOptions, make_method
-from longspec.decoding.row import Row
+from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 from longspec.generation import Generation
-from longspec.request import Options
+from longspec.options import Options
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,12 @@ class Runner(Protocol):
 
     label: str
 
-    def answer(self, prompt: list[int], asked: Asked) -> Answer:
-        """Answer it; what an earlier turn of the same item left in a cache may be used."""
+    def answers(self, prompts: Many[list[int]], asked: Many[Asked]) -> list[Answer]:
+        """Answer them side by side; what an earlier turn of the same items left in a cache may be used."""
         ...
 
     def forget(self) -> None:
         """Let go of everything that belongs to an earlier item."""
-        ...
-
-    def parts(self, prompt: list[int], asked: Asked) -> dict[str, float] | None:
-        """Seconds of an average round by part; None where that cannot be told."""
         ...
 
 
@@ -67,13 +63,13 @@ class OurMethod:
         self._model = model
         self._method = read_method(label)
         if self._method.method != "auto":
-            make_method(self._method, model.engine.defaults, model.engine.draft)  # refuses, before all else
+            make_method(self._method, model.engine.models.draft)  # refuses, before all else
 
-    def _options(self, asked: Asked) -> Options:
+    def _options(self, asked: Many[Asked]) -> Options:
         given = {
-            "max_new_tokens": asked.max_new_tokens,
-            "temperature": asked.temperature,
-            "seed": asked.seed,
+            "max_new_tokens": asked[0].max_new_tokens,
+            "temperature": asked[0].temperature,
+            "seed": [one.seed for one in asked],
             "method": self._method.method,
             "gamma": self._method.gamma,
             "tree_shape": self._method.tree_shape,
@@ -82,28 +78,25 @@ class OurMethod:
         }
         return cast("Options", given)
 
-    def answer(self, prompt: list[int], asked: Asked) -> Answer:
-        """See `Runner.answer`."""
-        found = self._model.generate(prompt, **self._options(asked))
-        return Answer(
-            ran=_label_of(found),
-            token_ids=found.token_ids,
-            first_tokens=1,
-            prefill_seconds=found.prefill_seconds,
-            decode_seconds=found.seconds - found.prefill_seconds,
-            rounds=found.rounds,
-            depths=found.depths,
-            finish_reason=found.finish_reason,
-        )
+    def answers(self, prompts: Many[list[int]], asked: Many[Asked]) -> list[Answer]:
+        """See `Runner.answers`. They differ in their seeds alone."""
+        return [
+            Answer(
+                ran=_label_of(found),
+                token_ids=found.token_ids,
+                first_tokens=1,
+                prefill_seconds=found.prefill_seconds,
+                decode_seconds=found.seconds - found.prefill_seconds,
+                rounds=found.rounds,
+                depths=found.depths,
+                finish_reason=found.finish_reason,
+            )
+            for found in self._model.generate(list(prompts), **self._options(asked))
+        ]
 
     def forget(self) -> None:
         """See `Runner.forget`."""
-        self._model.engine.store.forget()
-
-    def parts(self, prompt: list[int], asked: Asked) -> dict[str, float] | None:
-        """See `Runner.parts`."""
-        self.forget()
-        return time_parts(self._model, prompt, self._options(asked))
+        self._model.reset()
 
 
 def read_method(label: str) -> MethodOptions:
@@ -152,4 +145,4 @@ def _label_of(found: Generation) -> str:
 
 def accepted_by_depth(depths: list[int]) -> list[int]:
     """How many rounds kept an accepted token at depth 1, 2, ..."""
-    return Row([], 0, 1, depths=depths).accepted_by_depth
+    return Sequence([], 1, depths=depths).accepted_by_depth

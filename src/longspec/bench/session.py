@@ -33,11 +33,13 @@ class Settings:
     max_new_tokens: int = 64
     limit: int | None = None
     """Only so many prompts of each kind."""
+    batch: int = 1
+    """So many prompts of one kind are answered side by side."""
 
     def __post_init__(self) -> None:
         for label in self.methods:
             read_method(label)
-        for name, least in {"repeats": 1, "max_new_tokens": 2, "limit": 1}.items():
+        for name, least in {"repeats": 1, "max_new_tokens": 2, "limit": 1, "batch": 1}.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{name} is {value}; it must be at least {least}")
@@ -67,13 +69,14 @@ def bench(
     chosen = [fitting(one.first(settings.limit), model, settings.max_new_tokens) for one in workloads]
     runners: list[Runner] = [OurMethod(model, label) for label in settings.labels]
     runners += others
-    plan = Plan(chosen, settings.temperatures, settings.repeats, settings.max_new_tokens)
+    plan = Plan(chosen, settings.temperatures, settings.repeats, settings.max_new_tokens, settings.batch)
     facts = {
         "environment": environment(model),
         "methods": [runner.label for runner in runners],
         "temperatures": list(settings.temperatures),
         "repeats": settings.repeats,
         "max_new_tokens": settings.max_new_tokens,
+        "batch": settings.batch,
         "workloads": {one.name: [item.id for item in one.items] for one in chosen},
     }
     short = {one.name: f"{one.left_out} prompts, by their length" for one in chosen if one.left_out}

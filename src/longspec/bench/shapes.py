@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from longspec.cache import Pages
 from longspec.config import ModelConfig, RopeConfig
 from longspec.errors import UserError
 from longspec.models.target import Transformer
@@ -74,3 +75,11 @@ def random_target(
         else:
             nn.init.normal_(weight, std=0.02, generator=generator)
     return target.requires_grad_(False).eval()
+
+
+@torch.inference_mode()
+def fill_pages(pages: Pages, seed: int = 0) -> None:
+    """Random KV in every page."""
+    generator = torch.Generator(pages.keys.device).manual_seed(seed)
+    for part in (pages.keys, pages.values):
+        part.normal_(generator=generator)

@@ -32,7 +32,8 @@ class Spread:
 
 @dataclass(frozen=True)
 class Figures:
-    """One method on one kind of prompt. Speeds are of decoding alone; prefill is told apart."""
+    """One method on one kind of prompt. Speeds are of decoding alone, and prefill is told apart; those of
+    batches are of both."""
 
     workload: str
     kind: str
@@ -68,8 +69,6 @@ class Figures:
     """Those of these whose first difference lay within the type's rounding."""
     largest_margin: float | None
     """Of the differences: how many logits lay between the two tokens, whichever a fresh pass prefers."""
-    parts: dict[str, float] | None
-    """Seconds of an average round."""
 
 
 def summarise(rows: Iterable[Row]) -> list[Figures]:
@@ -127,7 +126,6 @@ def _figures(kind: str, method: str, by_method: dict[str, list[Row]]) -> Figures
         different=sum(row["difference"] is not None for row in rows),
         ties=sum(_is_tie(row["difference"]) for row in rows if row["difference"]),
         largest_margin=max((abs(margin) for margin in margins if margin is not None), default=None),
-        parts=_parts(rows),
     )
 
 
@@ -145,8 +143,12 @@ def _repeats(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _speed(rows: Sequence[Row]) -> float:
-    seconds = sum(row["decode_seconds"] for row in rows)
-    return sum(row["decoded_tokens"] for row in rows) / seconds if seconds else 0.0
+    """Tokens per second of one repeat's rows: decoded ones over the time of decoding; of batches all of them
+    over the time from a batch's submission to its last answer's end."""
+    batches = {row["batch"]: row["batch_seconds"] for row in rows if "batch" in row}
+    seconds = sum(batches.values()) if batches else sum(row["decode_seconds"] for row in rows)
+    tokens = sum(row["tokens" if batches else "decoded_tokens"] for row in rows)
+    return tokens / seconds if seconds else 0.0
 
 
 def _ratios(rows: Sequence[Row], base: Sequence[Row]) -> list[float]:
@@ -186,10 +188,3 @@ def _acceptance(rows: Sequence[Row]) -> list[float]:
     counts = [sum(row["accepted_by_depth"][d] for row in rows if d < len(row["accepted_by_depth"]))
               for d in range(depth)]  # fmt: skip
     return [count / rounds for count in counts] if rounds else []
-
-
-def _parts(rows: Sequence[Row]) -> dict[str, float] | None:
-    found = [row["parts"] for row in rows if row.get("parts")]
-    if not found:
-        return None
-    return {name: statistics.median(one[name] for one in found) for name in found[0]}

@@ -76,11 +76,11 @@ def compare(
         on_repeat(1)
     ours, theirs = (_timing(timed) for timed in times)
     environment = {
-        "target": model.engine.name,
-        "dtype": str(model.engine.target.dtype).removeprefix("torch."),
-        "device": str(model.engine.target.device),
+        "target": model.name,
+        "dtype": str(model.target.dtype).removeprefix("torch."),
+        "device": str(model.target.device),
         "threads": torch.get_num_threads(),
-        "processor": device_name(model.engine.target.device),
+        "processor": device_name(model.target.device),
         "torch": torch.__version__,
     }
     return Comparison(ours, theirs, len(ids), new_tokens, outputs[0] == outputs[1], environment)
@@ -104,7 +104,7 @@ def _transformers(folder: Path, model: LongSpec, ids: list[int], new_tokens: int
     from transformers import AutoModelForCausalLM
     from transformers.generation.streamers import BaseStreamer
 
-    engine = model.engine.target
+    engine = model.target
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=engine.dtype).eval()
     theirs: Any = loaded.to(engine.device)
     theirs.generation_config.eos_token_id = None

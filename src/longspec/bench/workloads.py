@@ -35,13 +35,13 @@ class Item:
         """The token ids of the turn that follows these answers."""
         if self.ids is not None:
             return list(self.ids)
-        vocab_size = model.engine.target.config.vocab_size
+        vocab_size = model.target.config.vocab_size
         if not answers:
-            return model.engine.encoder.encode(self.turns[0], self.raw, vocab_size)
+            return model.encoder.encode(self.turns[0], self.raw, vocab_size)
         messages = [{"role": "user", "content": self.turns[0]}]
         for answer, turn in zip(answers, self.turns[1:], strict=False):
             messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
-        return model.engine.encoder.encode(messages, self.raw, vocab_size)
+        return model.encoder.encode(messages, self.raw, vocab_size)
 
 
 @dataclass(frozen=True)

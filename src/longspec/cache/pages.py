@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +36,7 @@ class Pages:
         """So many pages and the dump page. They are zero, because masked entries are multiplied by 0 and
         0 times nan is nan; on a CPU, memory that was never written costs nothing."""
         shape = (config.num_layers, config.num_kv_heads, (num_pages + 1) * size, config.head_dim)
-        keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        keys, values = (_zeros(shape, device, dtype) for _ in range(2))
         return cls(keys, values, size)
 
     @property
@@ -74,3 +76,13 @@ class Pages:
         source = self.places(tables, lengths[:, None] + torch.where(kept, path, steps))
         for buffer in (self.keys, self.values):
             buffer[:, :, goal.flatten()] = buffer[:, :, source.flatten()]
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros. On a CPU from the system, which takes no memory before something is written; `torch.zeros` would
+    write all of it."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)

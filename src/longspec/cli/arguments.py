@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING, cast
 
 from longspec.config import DEFAULT_TREE
 
 if TYPE_CHECKING:
     from longspec.api import LongSpec
-    from longspec.request import Options
+    from longspec.options import Options
 
 DEFAULT_TARGET = "smollm2-135m"
 
@@ -40,6 +41,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-length", type=int, metavar="N", help="limit on prompt plus answer (default: the model's)"
+    )
+    add_size_arguments(group)
+
+
+def add_size_arguments(parser: argparse._ActionsContainer) -> None:
+    """How large the engine is."""
+    parser.add_argument(
+        "--max-rows", type=_rows, metavar="N", help="prompts that run at once (default: 128, on a CPU 16)"
+    )
+    parser.add_argument(
+        "--kv-memory",
+        type=_num_bytes,
+        metavar="SIZE",
+        help="memory for the KV of all prompts, such as 8GB or 512MB (default: what is free, in part)",
     )
 
 
@@ -112,7 +127,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--sinks", type=int, metavar="N", help="magicdec: entries seen at the beginning (4)")
     group.add_argument("--window", type=int, metavar="N", help="magicdec: entries seen at the end (512)")
-    group.add_argument("--max-ngram", type=int, metavar="N", help="lookup: longest run matched (3)")
+    group.add_argument("--max-ngram", type=int, metavar="N", help="lookup: longest run matched, up to 16 (3)")
     group.add_argument(
         "--no-calibrate",
         dest="calibrate",
@@ -141,8 +156,23 @@ def _tree_shape(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 4,16,16") from None
 
 
-def load(arguments: argparse.Namespace) -> LongSpec:
-    """The model that the flags name."""
+def _rows(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of prompts, 1 or more")
+    return int(text)
+
+
+def _num_bytes(text: str) -> int:
+    """A size in bytes, or with a unit behind it."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if found is None or found[2] == "i" or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 8GB, 512MB or 1.5GiB")
+    base = 1024 if found[2].endswith("i") else 1000
+    return int(float(found[1]) * base ** (" kmgt".index(found[2][:1] or " ")))
+
+
+def load(arguments: argparse.Namespace, calibrate: bool) -> LongSpec:
+    """The model that the flags name; it is measured only where `calibrate` says that method auto will run."""
     from longspec.api import LongSpec
 
     return LongSpec.from_pretrained(
@@ -154,15 +184,17 @@ def load(arguments: argparse.Namespace) -> LongSpec:
         revision=arguments.revision,
         offline=arguments.offline,
         progress=True,
-        calibrate=arguments.calibrate,
+        calibrate=calibrate,
         attention=arguments.attention,
         draft_dtype=arguments.draft_dtype,
+        max_rows=arguments.max_rows,
+        kv_memory=arguments.kv_memory,
     )
 
 
 def options(arguments: argparse.Namespace) -> Options:
     """The options that the flags give. Checked here, so that a bad value is told before a long load."""
-    from longspec.request import Options, read_options
+    from longspec.options import Options, read_options
 
     given = {name: value for name, value in vars(arguments).items() if name in Options.__annotations__}
     read_options(given)

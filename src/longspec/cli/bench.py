@@ -7,6 +7,7 @@ longspec bench context --methods auto               speed as the context grows
 longspec bench longbench --model_name vicuna7b --method tree --task gov_report --data_path_prefix longbench/
 longspec bench aime --model_name qwq --method tree --id_min 60 --id_max 89
 longspec bench context --source meetings.jsonl --lengths 1024,4096 --methods tree:4x16x16 --limit 8
+longspec bench load --rates 2,5,10 --requests 200   requests that arrive one by one, and how long each waits
 longspec bench acceptance RUN --draft my-draft      what auto plans by, into the draft's folder
 longspec bench report RUN                           one HTML page of a run, or of several
 longspec bench latency --shape llama3-8b --context 4096 131072       cost of steps and rounds, random weights
@@ -19,7 +20,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from longspec.cli import bench_acceptance, bench_generate, bench_random, bench_report
+from longspec.cli import bench_acceptance, bench_generate, bench_load, bench_random, bench_report
 from longspec.cli.arguments import add_model_arguments, load
 
 # Of each kind with a file of its own: its flags, what runs it, and what it is.
@@ -39,6 +40,10 @@ _KINDS = {
     "aime": (
         *(bench_generate.add_aime, bench_generate.run_aime),
         "the published experiment on AIME 2024, with its flags",
+    ),
+    "load": (
+        *(bench_load.add_arguments, bench_load.run),
+        "requests that arrive at given rates, and how long each waits",
     ),
     "latency": (
         *(bench_random.add_latency, bench_random.run_latency),
@@ -63,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vanilla.add_argument("--context", type=int, default=512, metavar="N", help="prompt tokens (%(default)s)")
     vanilla.add_argument("--new-tokens", type=int, default=48, metavar="N", help="tokens made (%(default)s)")
     vanilla.add_argument("--repeats", type=int, default=5, metavar="N", help="timed runs each (%(default)s)")
-    vanilla.set_defaults(draft="none", draft_dtype="auto", calibrate=False)
+    vanilla.set_defaults(draft="none", draft_dtype="auto")
     for name, (add, _, about) in _KINDS.items():
         add(kinds.add_parser(name, help=about))
     vanilla.add_argument("--json", action="store_true", help="print JSON")
@@ -95,7 +100,12 @@ def _vanilla(arguments: argparse.Namespace) -> int:
     folder = resolve(arguments.target, revision=arguments.revision, offline=arguments.offline).folder
     with count_bar("runs", arguments.repeats) as advance:
         result = compare(
-            load(arguments), folder, arguments.context, arguments.new_tokens, arguments.repeats, advance
+            load(arguments, calibrate=False),
+            folder,
+            arguments.context,
+            arguments.new_tokens,
+            arguments.repeats,
+            advance,
         )
     if arguments.json:
         ratios = {"decode_ratio": result.decode_ratio, "prefill_ratio": result.prefill_ratio}

@@ -34,6 +34,9 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data", metavar="FOLDER", help="has TASK.jsonl of LongBench and aime.jsonl")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of each kind")
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="answer N prompts of a kind at once (%(default)s)"
+    )
     _add_methods(parser)
     _add_run(parser, max_new_tokens=64, repeats=3)
 
@@ -129,19 +132,21 @@ def _add_run(parser: argparse.ArgumentParser, max_new_tokens: int, repeats: int)
     parser.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
     )
-    parser.set_defaults(calibrate=True)
     add_model_arguments(parser)
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from longspec.bench.catalogue import check_name, load_workload
+    from longspec.errors import UserError
 
     names = list(dict.fromkeys(arguments.workload or ["builtin"]))
     data = Path(arguments.data) if arguments.data else None
     for name in names:
         check_name(name)
-    settings = _settings(arguments, arguments.methods.split(","), arguments.limit)
+    settings = _settings(arguments, arguments.methods.split(","), arguments.limit, arguments.batch)
+    if settings.batch > 1 and arguments.baseline:
+        raise UserError(f"--baseline {arguments.baseline} answers one prompt at a time; leave out --batch")
     return _bench(arguments, settings, lambda model: [load_workload(name, model, data) for name in names])
 
 
@@ -154,7 +159,7 @@ def run_context(arguments: argparse.Namespace) -> int:
     if arguments.limit < 1:
         raise UserError(f"--limit is {arguments.limit}; it must be at least 1")
     settings = _settings(arguments, arguments.methods.split(","))
-    lengths = _numbers("--lengths", arguments.lengths, int) if arguments.lengths else None
+    lengths = numbers("--lengths", arguments.lengths, int) if arguments.lengths else None
     new = settings.max_new_tokens
     return _bench(
         arguments,
@@ -192,7 +197,9 @@ def _published_label(arguments: argparse.Namespace) -> str:
     return method_label(arguments.method, arguments.gamma, tuple(arguments.tree_shape))
 
 
-def _settings(arguments: argparse.Namespace, methods: list[str], limit: int | None = None) -> Settings:
+def _settings(
+    arguments: argparse.Namespace, methods: list[str], limit: int | None = None, batch: int = 1
+) -> Settings:
     """Checked here, so that a bad value is told before a long load."""
     from longspec.bench.session import Settings
     from longspec.errors import UserError
@@ -203,14 +210,16 @@ def _settings(arguments: argparse.Namespace, methods: list[str], limit: int | No
         raise UserError("--assistant is for --baseline hf; give both")
     return Settings(
         methods=[name.strip() for name in methods if name.strip()],
-        temperatures=_numbers("--temperature", arguments.temperature, float),
+        temperatures=numbers("--temperature", arguments.temperature, float),
         repeats=arguments.repeats,
         max_new_tokens=arguments.max_new_tokens,
         limit=limit,
+        batch=batch,
     )
 
 
-def _numbers(flag: str, text: str, kind: type[Number]) -> list[Number]:
+def numbers(flag: str, text: str, kind: type[Number]) -> list[Number]:
+    """What a flag lists, each once."""
     from longspec.errors import UserError
 
     try:
@@ -230,7 +239,7 @@ def _bench(arguments: argparse.Namespace, settings: Settings, workloads: Workloa
 
     name = f"bench-{arguments.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(arguments.output or Path("outputs") / name)
-    model = load(arguments)
+    model = load(arguments, calibrate="auto" in settings.methods)
     chosen = workloads(model)
     others: list[Transformers] = []
     missing: dict[str, str] = {}

@@ -25,7 +25,7 @@ from longspec.cli.arguments import (
 
 if TYPE_CHECKING:
     from longspec.api import LongSpec
-    from longspec.request import Options
+    from longspec.options import Options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,14 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
     from longspec.errors import UserError
 
     chosen = options(arguments)
-    model = load(arguments)
+    model = load(arguments, calibrate=arguments.calibrate and arguments.method == "auto")
     if not model.tokenizer.chat_template:
-        raise UserError(f"{model.engine.name} has no chat template; use `longspec generate --raw` with it")
+        raise UserError(f"{model.name} has no chat template; use `longspec generate --raw` with it")
     opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(opening)
-    print(
-        f"{printable(model.engine.name)}: /reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
-    )
+    print(f"{printable(model.name)}: /reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
     with _line_history():
         for line in _lines():
             if line == "/exit":
@@ -92,12 +90,12 @@ def _turn(model: LongSpec, messages: list[dict[str, str]], line: str, chosen: Op
 
 def _within_room(model: LongSpec, messages: list[dict[str, str]], chosen: Options) -> Options:
     """A conversation goes on to the end of the context, with shorter answers than asked for at last."""
-    engine, wanted = model.engine, chosen.get("max_new_tokens")
+    wanted = chosen.get("max_new_tokens")
     if wanted is None:
         return chosen
-    tokens = engine.encoder.encode(messages, raw=False, vocab_size=engine.target.config.vocab_size)
-    # Where there is no room at all, the request says so.
-    room = max(1, engine.max_length - len(tokens))
+    tokens = model.encoder.encode(messages, raw=False, vocab_size=model.target.config.vocab_size)
+    # Where there is no room at all, `stream` says so.
+    room = max(1, model.engine.max_length - len(tokens))
     return {**chosen, "max_new_tokens": min(wanted, room)}
 
 

@@ -27,7 +27,7 @@ from longspec.cli.arguments import (
 if TYPE_CHECKING:
     from longspec.api import LongSpec
     from longspec.generation import Generation
-    from longspec.request import Options
+    from longspec.options import Options
 
 # How often --compare has each of the two answer: the faster time counts, for nothing makes one too fast.
 _TURNS = 2
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{flag} is for people and --json for machines; give one of them")
     prompt = read_prompt(arguments)
     chosen = options(arguments)
-    model = load(arguments)
+    model = load(arguments, calibrate=arguments.calibrate and arguments.method == "auto")
     if arguments.json:
         print(json.dumps(model.generate(prompt, **chosen).to_json()))
         return 0

@@ -14,7 +14,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from longspec.cli.arguments import DEFAULT_TARGET, add_tree_shape
+from longspec.cli.arguments import DEFAULT_TARGET, add_size_arguments, add_tree_shape
 from longspec.config import DEFAULT_TREE
 
 if TYPE_CHECKING:
@@ -36,13 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft", metavar="DRAFT", help="as for generate (default: one of the published architecture)"
     )
     add_tree_shape(parser)
+    add_size_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from longspec.decoding.memory import plan_decoding
     from longspec.decoding.methods.make import MethodOptions
+    from longspec.engine.memory import page_size, plan_decoding, size_engine
+    from longspec.errors import UserError
     from longspec.hub import resolve
     from longspec.models.files import read_config
     from longspec.models.placement import pick_device, pick_dtype, plan_memory
@@ -61,6 +63,16 @@ def run(arguments: argparse.Namespace) -> int:
     draft = _draft(arguments)
     budget = plan_decoding(config, draft, context, batch, shape, dtype, device)
     fits = min(limit, plan_memory(config, dtype, device).context_that_fits)
+    rest = budget.free - budget.needs.weights - budget.needs.draft_weights
+    page = page_size(dtype, config.head_dim, device.type == "cuda")
+    try:
+        size = size_engine(
+            *(config, dtype, device, rest, page),
+            max_rows=arguments.max_rows, kv_bytes=arguments.kv_memory, limit=limit,
+        )  # fmt: skip
+        engine = asdict(size) | {"kv_tokens": size.num_tokens}
+    except UserError:
+        engine = None  # there is no room for it, as the report says
     facts = {
         "target": files.name,
         "family": config.family,
@@ -82,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         "free_bytes": budget.free,
         "device_bytes": budget.device_total,
         "left_bytes": budget.left,
+        "engine": engine,
     }
     print(json.dumps(facts) if arguments.json else _report(facts))
     return 0
@@ -145,4 +158,10 @@ def _report(facts: dict[str, Any]) -> str:
         )
     fits = facts["context_that_fits"]
     lines.append(f"A single prompt and its answer fit here up to {fits:,} tokens, without a draft")
+    if engine := facts["engine"]:
+        size = gigabytes(engine["kv_tokens"] * facts["kv_bytes_per_token"])
+        lines.append(
+            f"Loaded here, it answers up to {engine['max_rows']} prompts at once and holds "
+            f"{engine['kv_tokens']:,} tokens of KV ({size}), at most {engine['max_length']:,} of one text"
+        )
     return "\n".join(lines)

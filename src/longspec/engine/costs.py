@@ -129,7 +129,7 @@ def _time(
         open_names = list(methods)
         for turn in range(most + 1):
             for name in open_names:
-                _place(device, num_rows, context)
+                place_rows(device, num_rows, context)
                 started = time.perf_counter()
                 device.round(("timed", name), methods[name], num_rows, [True] * num_rows, False).read()
                 if turn > 0:  # the first has the set-up of kernels in it
@@ -144,7 +144,7 @@ def _time(
 
 def _captured_seconds(device: Device, name: str, method: Method, num_rows: int, context: int) -> float:
     def rounds(count: int) -> float:
-        _place(device, num_rows, context)
+        place_rows(device, num_rows, context)
         started = time.perf_counter()
         report: Report | None = None
         for _ in range(count):
@@ -162,7 +162,7 @@ def _agree(seconds: list[float]) -> bool:
     return second <= AGREEMENT * fastest
 
 
-def _place(device: Device, num_rows: int, context: int) -> None:
+def place_rows(device: Device, num_rows: int, context: int) -> None:
     """Let rows stand behind so many tokens, none of which mean anything. Their pages may be the same ones:
     no sequence has any."""
     rows = device.slots.first(num_rows)

@@ -10,7 +10,7 @@ from longspec.attention.base import copies_whole
 from longspec.cache import DraftRing
 from longspec.config import DraftConfig, ModelConfig
 from longspec.decoding.methods.make import MOST_NODES
-from longspec.errors import UserError
+from longspec.errors import UserError, whole_number
 from longspec.models.placement import (
     OVERHEAD,
     draft_weights,
@@ -67,6 +67,8 @@ def size_engine(
     A text of `max_length` tokens must fit; without one, it is `limit`, or what fits. No more pages are
     planned than `max_rows` such texts fill.
     """
+    if max_rows is not None and whole_number("max_rows", max_rows) < 1:
+        raise UserError(f"max_rows is {max_rows}; it must be at least 1")
     on_gpu = device.type == "cuda"
     rows = max_rows or (ROWS_ON_GPU if on_gpu else ROWS_ON_CPU)
     longest = max_length or limit or config.max_length

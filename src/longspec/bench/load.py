@@ -1,0 +1,289 @@
+"""The engine under load: requests that arrive by a Poisson process, and how long each of them waits."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from longspec.api import LongSpec
+from longspec.bench.environment import command_line, environment
+from longspec.bench.run import WARM_UP
+from longspec.bench.runners import read_method
+from longspec.bench.workloads import Workload
+from longspec.engine.sequence import Sequence as Request
+from longspec.errors import UserError
+from longspec.progress import Advance
+
+# A request is taken to have starved when nobody has been given a token for so many seconds.
+STARVED_SECONDS = 120.0
+
+Bar = Callable[[str, int], AbstractContextManager[Advance]]
+
+
+@dataclass(frozen=True)
+class LoadSetting:
+    """What is sent to the engine."""
+
+    requests: int = 64
+    rates: tuple[float, ...] = ()
+    """Requests per second."""
+    shares: tuple[float, ...] = ()
+    """The same, as shares of what the engine answers when all are submitted at once."""
+    max_new_tokens: int = 64
+    method: str = "auto"
+    """As `--methods` names it."""
+    temperature: float = 0.0
+    seed: int = 0
+    """Of the arrivals; the answer to request i has the seed `seed + i`."""
+
+    def __post_init__(self) -> None:
+        read_method(self.method)
+        for name in ("requests", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if bool(self.rates) == bool(self.shares):
+            raise UserError("give rates, or shares of the throughput, and not both")
+        for name in ("rates", "shares"):
+            if not all(0 < one < float("inf") for one in getattr(self, name)):
+                raise UserError(f"{name} are {list(getattr(self, name))}; each must be above 0")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed {self.seed} must lie between 0 and 2**32 - 1")
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Percentiles | None:
+        """Those of some values; None of none."""
+        return cls(*(float(one) for one in np.percentile(values, (50, 90, 99)))) if values else None
+
+
+@dataclass(frozen=True)
+class LoadLine:
+    """How one rate went."""
+
+    rate: float | None
+    """Requests per second; None: all were submitted at once."""
+    share: float | None
+    requests: int
+    starved: int
+    """Requests that never finished."""
+    seconds: float
+    """From the first arrival to the last token."""
+    tokens: int
+    tokens_per_second: float
+    requests_per_second: float
+    prompt_tokens: int
+    shared_tokens: int
+    """Prompt tokens whose KV was there already, because an earlier prompt began alike."""
+    tau: float
+    first_token: Percentiles | None
+    """From a request's arrival to its first token."""
+    between_tokens: Percentiles | None
+    """From one time that tokens came to the next; a round may bring several."""
+    whole: Percentiles | None
+    """From a request's arrival to its end."""
+    longest_wait: float
+    """The longest time in which a request was given nothing."""
+    num_paused: int
+    """How often a request gave its pages to an older one, to be computed again later."""
+    num_captures: int
+    """Rounds that had to be captured meanwhile; requests waited for it."""
+
+
+@dataclass(frozen=True)
+class LoadRun:
+    """A whole run."""
+
+    setting: LoadSetting
+    workload: str
+    num_prompts: int
+    """Different ones; requests beyond them repeat them, in order."""
+    environment: dict[str, Any]
+    lines: list[LoadLine]
+
+
+def measure_load(
+    model: LongSpec,
+    workload: Workload,
+    setting: LoadSetting,
+    bar: Bar = lambda label, total: nullcontext(lambda number: None),
+) -> LoadRun:
+    """All rates in order; with shares, everything at once before them. `bar` is given a label and a number of
+    requests, and gives what is to be called for each that ends."""
+    prompts = [item.prompt(model, []) for item in workload.items]
+    asked = [prompts[number % len(prompts)] for number in range(setting.requests)]
+    num_prompts = min(len(prompts), setting.requests)
+    run = LoadRun(setting, workload.name, num_prompts, environment(model), [])
+    _warm_up(model, asked, setting, bar)
+    rates: list[tuple[float, float | None]] = [(rate, None) for rate in setting.rates]
+    if setting.shares:
+        with bar("all at once", setting.requests) as advance:
+            whole = _send(model, asked, setting, None, None, advance)
+        run.lines.append(whole)
+        rates = [(share * whole.requests_per_second, share) for share in setting.shares]
+    for rate, share in rates:
+        with bar(f"{rate:.3g} a second", setting.requests) as advance:
+            run.lines.append(_send(model, asked, setting, rate, share, advance))
+    return run
+
+
+def _warm_up(model: LongSpec, asked: Sequence[list[int]], setting: LoadSetting, bar: Bar) -> None:
+    """Have every number of rows run once where rounds are captured for each, so that no request waits for a
+    capture later."""
+    device, most = model.engine.device, min(len(asked), model.engine.device.max_rows)
+    sizes = [*(size for size in device.buckets if size < most and device.models.fused), len(asked)]
+    model.engine.prepare(most)
+    short = replace(setting, max_new_tokens=min(WARM_UP, setting.max_new_tokens))
+    with bar("warming up", sum(sizes)) as advance:
+        for size in sizes:
+            _send(model, asked[:size], short, None, None, advance)
+
+
+class _Watch:
+    """When tokens came to one request."""
+
+    def __init__(self, request: Request, due: float) -> None:
+        self.request, self.due = request, due
+        self.times: list[float] = []
+        self._seen = 0
+
+    def note(self) -> None:
+        """Something may have come."""
+        if len(self.request.tokens) > self._seen:
+            self._seen = len(self.request.tokens)
+            self.times.append(time.perf_counter())
+
+    @property
+    def waits(self) -> list[float]:
+        """From each time that tokens came to the next."""
+        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
+
+
+def arrivals(requests: int, rate: float | None, seed: int) -> list[float]:
+    """Seconds from the first arrival on: those of a Poisson process, the same for every rate but for their
+    scale; all 0 without a rate."""
+    chance, at, found = random.Random(seed), 0.0, []
+    for _ in range(requests):
+        found.append(at)
+        at += chance.expovariate(1.0) / rate if rate else 0.0
+    return found
+
+
+def _send(
+    model: LongSpec,
+    asked: Sequence[list[int]],
+    setting: LoadSetting,
+    rate: float | None,
+    share: float | None,
+    advance: Advance,
+) -> LoadLine:
+    """Submit every request when it is due, and see each of them through."""
+    engine, inbox = model.engine, SimpleQueue[Request]()
+    sampling = replace(model.defaults, temperature=setting.temperature)
+    options = read_method(setting.method)
+    engine.forget()
+    before, started = engine.statistics, time.perf_counter()
+    watches = [
+        _Watch(
+            Request(
+                prompt, setting.max_new_tokens, sampling, setting.seed + number, model.eos_ids, options,
+                inbox=inbox,
+            ),
+            started + due,
+        )
+        for number, (prompt, due) in enumerate(
+            zip(asked, arrivals(len(asked), rate, setting.seed), strict=True)
+        )
+    ]  # fmt: skip
+    try:
+        _see_through(model, watches, inbox, advance)
+    finally:
+        for watch in watches:
+            engine.stop(watch.request)
+    after = engine.statistics
+    counts = (after.num_paused - before.num_paused, after.num_captures - before.num_captures)
+    return _line(watches, started, rate, share, counts)
+
+
+def _see_through(
+    model: LongSpec, watches: Sequence[_Watch], inbox: SimpleQueue[Request], advance: Advance
+) -> None:
+    """Until all have finished, or nobody is given anything any more."""
+    open_watches = {watch.request: watch for watch in watches}
+    coming = list(reversed(watches))
+    while open_watches:
+        now = time.perf_counter()
+        while coming and coming[-1].due <= now:
+            model.engine.submit([coming.pop().request])
+        waiting = coming[-1].due - now if coming else STARVED_SECONDS
+        try:
+            request = inbox.get(timeout=max(waiting, 0.0))
+        except Empty:
+            if not coming:
+                return
+            continue
+        if request.error is not None:
+            raise request.error
+        if (watch := open_watches.get(request)) is None:
+            continue  # its end was seen when an earlier piece was read
+        watch.note()
+        if request.finished:
+            del open_watches[request]
+            advance(1)
+
+
+def _line(
+    watches: Sequence[_Watch],
+    started: float,
+    rate: float | None,
+    share: float | None,
+    counts: tuple[int, int],
+) -> LoadLine:
+    requests = [watch.request for watch in watches]
+    ended = [one for one in watches if one.request.finish_reason not in (None, "closed")]
+    begun = [one for one in watches if one.times]
+    tokens, rounds = (sum(len(one.tokens) for one in requests), sum(one.num_rounds for one in requests))
+    seconds = max((watch.times[-1] for watch in begun), default=started) - started
+    firsts = [one.request.first_at - one.due for one in begun]
+    waits = [wait for one in begun for wait in one.waits]
+    # What starved still waits.
+    now = time.perf_counter()
+    open_ends = [now - (one.times[-1] if one.times else one.due) for one in watches if one not in ended]
+    return LoadLine(
+        rate=rate,
+        share=share,
+        requests=len(requests),
+        starved=len(requests) - len(ended),
+        seconds=seconds,
+        tokens=tokens,
+        tokens_per_second=tokens / seconds if seconds else 0.0,
+        requests_per_second=len(ended) / seconds if seconds else 0.0,
+        prompt_tokens=sum(len(one.prompt) for one in requests),
+        shared_tokens=sum(one.num_shared for one in requests),
+        tau=sum(len(one.tokens) - one.num_first for one in requests) / rounds if rounds else 0.0,
+        first_token=Percentiles.of(firsts),
+        between_tokens=Percentiles.of(waits),
+        whole=Percentiles.of([one.request.finished_at - one.due for one in ended]),
+        longest_wait=max([*firsts, *waits, *open_ends], default=0.0),
+        num_paused=counts[0],
+        num_captures=counts[1],
+    )
+
+
+def to_json(run: LoadRun) -> dict[str, Any]:
+    """Everything, for machines."""
+    return {"command": command_line(), **asdict(run)}

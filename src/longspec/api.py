@@ -9,7 +9,6 @@ from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Unpack, overload
 
 import torch
@@ -281,25 +280,21 @@ class Stream:
 
 def _pieces(model: LongSpec, sequence: Sequence, text: TextStream) -> Generator[str]:
     """A stream's text. It knows nothing of the stream, so that one nobody holds any more is freed at once."""
-    inbox: SimpleQueue[Sequence] = SimpleQueue()
-    sequence.inbox = inbox
-    given = 0
+    known = given = 0
     try:
-        with model._memory_explained([sequence]):
-            model.engine.submit([sequence])
-        done = False
-        while not done:
-            inbox.get()
-            done = sequence.finished
+        model.engine.submit([sequence])
+        while not text.is_whole:
             with model._memory_explained([sequence]):
+                model.engine.lead(lambda: sequence.finished or len(sequence.tokens) > known)
                 if sequence.error is not None:
                     raise sequence.error
-            text.catch_up(sequence.tokens, done)
+            is_final, known = sequence.finished, len(sequence.tokens)
+            text.catch_up(sequence.tokens[:known], is_final)
             if len(text.text) > given:
                 piece, given = text.text[given:], len(text.text)
                 yield piece
     finally:
-        model.engine.stop(sequence)
+        model.engine.cancel(sequence)
 
 
 def make_engine(

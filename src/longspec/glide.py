@@ -194,7 +194,7 @@ class GlideModel(nn.Module):
             Sequence(ids[:length], max_gen_len, sampling, seed + index, ends, options)
             for index, (ids, length) in enumerate(zip(input_ids.tolist(), lengths, strict=True))
         ]
-        for _ in self._engine_for(rows).run_here(rows):
+        for _ in self._engine_for(rows).run_each(rows):
             pass
         # Prompts are not counted, as far as they come before everything else.
         seconds = max(row.finished_at for row in rows) - min(row.first_at for row in rows)

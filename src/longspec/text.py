@@ -34,6 +34,8 @@ class TextStream:
         """All that `push` and `finish` have given out."""
         self.stopped = False
         """Whether a stop string has come."""
+        self.is_whole = False
+        """Whether `catch_up` has taken the last token."""
 
     def push(self, token: int) -> str:
         """Take the next token; returns the text that is now certain, often none."""
@@ -47,18 +49,21 @@ class TextStream:
         self.push(token)
         return self.stopped
 
-    def catch_up(self, tokens: Sequence[int], final: bool) -> None:
-        """Take what is new of all `tokens` so far, and the rest where they are `final`."""
-        if final and not self._tokens and not self._stop:
+    def catch_up(self, tokens: Sequence[int], is_final: bool) -> None:
+        """Take what is new of all `tokens` so far, and the rest where they are final.
+
+        With stop strings, `push_and_check` has taken them already.
+        """
+        if is_final and not self._tokens and not self._stop:
             # All at once: token by token the tokenizer would take longer than a small model.
-            self._tokens = list(tokens)
-            self.text = self._decode(self._tokens)
-            self._context = self._settled = len(self._tokens)
+            self.text = self._decode(list(tokens))
+            self.is_whole = True
             return
-        for token in tokens[len(self._tokens) :]:
+        for token in () if self._stop else tokens[len(self._tokens) :]:
             self.push(token)
-        if final:
+        if is_final and not self.is_whole:
             self.finish()
+            self.is_whole = True
 
     def finish(self) -> str:
         """The rest, when no more tokens come."""

@@ -83,7 +83,7 @@ def test_rows_and_their_neighbours_change_nothing(tiny: LongSpec) -> None:
             Sequence(prompt, limit, Sampling(warm), n, ends, MethodOptions("vanilla"))
             for n, (prompt, limit, warm) in enumerate(zip(prompts, limits, temperatures, strict=True))
         ]
-        orders.append([one.seed for one in engine.run_here(iter(asked))])
+        orders.append([one.seed for one in engine.run_each(iter(asked))])
         assert [one.tokens for one in asked] == expected
         assert all((one.finish_reason == "eos") == (one.tokens[-1] in ends) for one in asked)
         assert sorted(orders[-1]) == list(range(40))

@@ -35,7 +35,7 @@ def write(target: Transformer, num_rows: int) -> list[list[int]]:
         )
         for index, length in enumerate(lengths)
     ]
-    for _ in make_engine(target, max_rows=num_rows, max_length=128).run_here(texts):
+    for _ in make_engine(target, max_rows=num_rows, max_length=128).run_each(texts):
         pass
     return [text.tokens for text in texts]
 
@@ -71,7 +71,7 @@ def test_85_000_tokens_per_second_and_the_same_ones_again() -> None:
         ]
         engine.forget()
         started = time.perf_counter()
-        written = sum(len(text.tokens) for text in engine.run_here(texts))
+        written = sum(len(text.tokens) for text in engine.run_each(texts))
         speed = written / (time.perf_counter() - started)
         found.append([text.tokens for text in texts])
     assert found[0] == found[1]

@@ -112,7 +112,7 @@ def test_training_scores_equal_those_of_decoding_for_the_same_tokens_and_lag(
     monkeypatch.setattr(Glide, "propose", recorded)
     recording = Recording(target, draft.vocab_ids)
     engine = make_engine(target, draft, recording, max_rows=1, max_length=64)
-    list(engine.run_here([Sequence(prompt, 8, options=MethodOptions("seq", gamma=4))]))
+    list(engine.run_each([Sequence(prompt, 8, options=MethodOptions("seq", gamma=4))]))
     tokens = prompt + chains[0]
     whole = Packed(np.array(tokens), np.full(len(tokens), Role.TEXT, np.uint8), np.zeros(1, np.int32))
     rows = head_rows(draft.vocab_ids, target.config.vocab_size)

@@ -201,7 +201,7 @@ def _send(
         _Watch(
             Request(
                 prompt, setting.max_new_tokens, sampling, setting.seed + number, model.eos_ids, options,
-                inbox=inbox,
+                on_news=inbox.put,
             ),
             started + due,
         )
@@ -210,10 +210,11 @@ def _send(
         )
     ]  # fmt: skip
     try:
-        _see_through(model, watches, inbox, advance)
+        with engine.serving():
+            _see_through(model, watches, inbox, advance)
     finally:
         for watch in watches:
-            engine.stop(watch.request)
+            engine.cancel(watch.request)
     after = engine.statistics
     counts = (after.num_paused - before.num_paused, after.num_captures - before.num_captures)
     return _line(watches, started, rate, share, counts)

@@ -223,7 +223,7 @@ def _write(
     while pending:
         order = sorted(pending, key=lambda sample: (MODES.index(sample.mode), sample.index))
         asked = {script.sequence(sample): sample for sample in order}
-        for sequence in engine.run_here(asked):
+        for sequence in engine.run_each(asked):
             sample = asked[sequence]
             script.take(sample, sequence.tokens, sequence.finish_reason == "eos")
             total += len(sample.tokens) if sample.finished else 0

@@ -1,18 +1,18 @@
 """The one loop that everything runs on: sequences join and leave at any turn.
 
 A turn takes in what callers ask for, computes a chunk of prompts, runs a round of every method that is asked
-for, and reads what earlier rounds emitted. It runs in a thread of its own while there is something to do.
+for, and reads what earlier rounds emitted. Whoever waits for an answer leads, turn by turn, for all; another
+takes over when the leader has what it waited for.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import signal
 import threading
 import time
-import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from queue import Empty, SimpleQueue
@@ -39,8 +39,8 @@ IN_FLIGHT = 2
 # Tokens of a prompt that are computed at a time: alone, and while others wait for their next round.
 ALONE, BESIDE = 16384, 2048
 PLAIN_ALONE, PLAIN_BESIDE = 2048, 256
-# An engine with nothing to do ends its thread after so many seconds.
-IDLE_SECONDS = 1.0
+# Seconds after which who waits looks again by itself.
+_LONGEST_WAIT = 0.2
 
 Group = tuple[MethodOptions, bool]
 """What sequences of one round share: the method's options, and whether its nodes are drawn."""
@@ -78,7 +78,7 @@ class _Launch:
 class Engine:
     """A target, its draft, and all the sequences that they answer.
 
-    `submit` may be called from any thread. What a sequence says does not depend on who runs beside it.
+    All of this may be called from any thread. What a sequence says does not depend on who runs beside it.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class Engine:
         self._methods: dict[Group, Method] = {}
         self._flight: deque[_Launch] = deque()
         self._orders: SimpleQueue[tuple[str, Sequence | None]] = SimpleQueue()
-        self._lock = threading.Condition(threading.RLock())
-        self._worker: threading.Thread | None = None
+        self._leads = threading.Lock()
+        self._leader: int | None = None
+        self._news = threading.Condition()
         self._counts: Counter[str] = Counter()
         self._rounds: Counter[str] = Counter()
         self._lookup = Lookup(1)
-        atexit.register(_close, weakref.ref(self))
 
     def _tree_nodes(self) -> int:
         """Room for the trees of `auto` and of the default."""
@@ -146,12 +146,12 @@ class Engine:
         self.policy = Policy(self._options, self.policy.acceptance, costs)
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
-        """Have sequences answered; each tells its inbox."""
+        """Put sequences into the line; they are answered while anyone leads (`run`, `lead`, `serving`)."""
         asked = list(sequences)
         for sequence in asked:
             self._receive(sequence)
         for sequence in asked:
-            self._order("add", sequence)
+            self._orders.put(("add", sequence))
 
     def _receive(self, sequence: Sequence) -> None:
         """Refuse what can never be answered."""
@@ -162,16 +162,99 @@ class Engine:
         self._method((sequence.options, False), sequence.options.method == "auto")  # refuses early
         sequence.submitted_at = time.perf_counter()
 
-    def cancel(self, sequence: Sequence) -> None:
-        """Stop a sequence; its slot and pages are free at once."""
-        self._order("cancel", sequence)
+    def run(self, sequences: list[Sequence]) -> None:
+        """Answer these; what goes wrong is raised."""
+        self.submit(sequences)
+        try:
+            self.lead(lambda: all(sequence.finished for sequence in sequences))
+        except BaseException:
+            for sequence in sequences:
+                self.cancel(sequence)
+            raise
+        error = next((one.error for one in sequences if one.error is not None), None)
+        if error is not None:
+            raise error
 
-    def stop(self, sequence: Sequence) -> None:
-        """Cancel a sequence, where it is not done, and wait until it is."""
-        if sequence.submitted_at and not sequence.finished:
-            self.cancel(sequence)
-            while not sequence.finished:
-                time.sleep(0.0005)
+    def run_each(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
+        """Answer sequences; yields each when it is done.
+
+        They are taken from the iterable when there is room for them. If nobody else uses the engine, who runs
+        beside whom follows from the sequences alone and never from time: a second run computes the same bits,
+        and processes that share a target's weights launch the same work in the same order. The caller's work
+        on what is yielded overlaps with the GPU's on what comes next.
+        """
+        coming, done, scheduler = iter(sequences), deque[Sequence](), self.scheduler
+        inside: set[Sequence] = set()
+        try:
+            while True:
+                for sequence in islice(coming, max(0, 2 * scheduler.max_rows - len(inside))):
+                    inside.add(sequence)
+                    sequence.on_news = lambda one: done.append(one) if one.finished else None
+                    self.submit([sequence])
+                if not inside:
+                    return
+                self.lead(lambda: bool(done))
+                while done:
+                    sequence = done.popleft()
+                    inside.discard(sequence)
+                    if sequence.error is not None:
+                        raise sequence.error
+                    yield sequence
+        finally:
+            for sequence in list(inside):
+                self.cancel(sequence)
+
+    def lead(self, is_done: Callable[[], bool]) -> None:
+        """Run turns, or wait while another thread does, until `is_done`, which is asked after each turn."""
+        while not is_done():
+            if self._leads.acquire(blocking=False):
+                try:
+                    self._leader = threading.get_ident()
+                    while not is_done():
+                        self._work()
+                finally:
+                    self._leader = None
+                    self._leads.release()
+                    self._tell()
+            else:
+                with self._news:
+                    self._news.wait_for(lambda: is_done() or self._leader is None, timeout=_LONGEST_WAIT)
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Have a thread lead, whoever else does, for as long as the context lasts."""
+        over = threading.Event()
+        thread = threading.Thread(target=self.lead, args=(over.is_set,), name="longspec", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            self._orders.put(("wake", None))
+            thread.join()
+
+    def _work(self) -> None:
+        """One turn, which Ctrl-C does not break off; an error in it ends every sequence, not the engine."""
+        with _undisturbed(), torch.inference_mode(), on_device(self.models.target.device):
+            if self._take_orders():
+                try:
+                    self._turn()
+                except Exception as error:
+                    self._fail(error)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Have those who wait look again."""
+        with self._news:
+            self._news.notify_all()
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Stop a sequence and wait until it is; its slot and pages are free then."""
+        if not sequence.submitted_at or sequence.finished:
+            return
+        self._orders.put(("cancel", sequence))
+        if self._leader != threading.get_ident():
+            self.lead(lambda: sequence.finished)
 
     def main_method(self, sequence: Sequence) -> tuple[MethodOptions, Method]:
         """What most of a sequence's rounds ran, or would have run."""
@@ -185,52 +268,7 @@ class Engine:
 
     def forget(self) -> None:
         """Let go of all texts that no sequence holds."""
-        self._order("forget", None)
-
-    def run(self, sequences: list[Sequence]) -> None:
-        """Answer these and wait for them; what goes wrong is raised."""
-        done: SimpleQueue[Sequence] = SimpleQueue()
-        for sequence in sequences:
-            sequence.done = done
-        try:
-            self.submit(sequences)
-            for _ in sequences:
-                done.get()
-        except BaseException:
-            for sequence in sequences:
-                self.cancel(sequence)
-            raise
-        error = next((one.error for one in sequences if one.error is not None), None)
-        if error is not None:
-            raise error
-
-    def run_here(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Answer sequences in the caller's own thread; yields each when it is done.
-
-        They are taken from the iterable when there is room for them. Who runs beside whom then follows from
-        the sequences alone and never from time: a second run computes the same bits, and processes that share
-        a target's weights launch the same work in the same order. The caller's work on what is yielded
-        overlaps with the GPU's on what comes next.
-        """
-        coming, done, scheduler = iter(sequences), SimpleQueue[Sequence](), self.scheduler
-        with self._lock:
-            self.close()
-            try:
-                while True:
-                    for sequence in islice(coming, scheduler.max_rows - len(scheduler.waiting)):
-                        self._receive(sequence)
-                        sequence.done = done
-                        scheduler.waiting.append(sequence)
-                    if not self._is_busy:
-                        return
-                    with torch.inference_mode(), on_device(self.models.target.device):
-                        self._turn()
-                    while not done.empty():
-                        yield done.get()
-            except BaseException as error:
-                with torch.inference_mode(), on_device(self.models.target.device):
-                    self._fail(error)
-                raise
+        self._orders.put(("forget", None))
 
     @property
     def statistics(self) -> Statistics:
@@ -246,19 +284,11 @@ class Engine:
             pool.num_held,
         )
 
-    def close(self) -> None:
-        """Stop everything that runs and end the thread."""
-        with self._lock:
-            # The worker needs the lock to say that it has ended, and waiting lends it.
-            while self._worker is not None and self._worker is not threading.current_thread():
-                self._orders.put(("close", None))
-                self._lock.wait()
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[Device]:
-        """The device for the caller alone, while no sequence runs."""
-        with self._lock:
-            self.close()
+        """The device for the caller alone; no sequence may be there."""
+        with self._leads:
+            assert not self._is_busy, "sequences are being answered"
             with torch.inference_mode(), on_device(self.models.target.device):
                 yield self.device
 
@@ -277,57 +307,24 @@ class Engine:
                     for sampled in (False, True):
                         device.prepare_round((options, False), self._method((options, False)), size, sampled)
 
-    def _order(self, what: str, sequence: Sequence | None) -> None:
-        with self._lock:
-            self._orders.put((what, sequence))
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name="longspec", daemon=True)
-                self._worker.start()
-
-    def _work(self) -> None:
-        """Turn after turn, until there has been nothing to do for a while."""
-        try:
-            with torch.inference_mode(), on_device(self.models.target.device):
-                while self._take_orders():
-                    try:
-                        self._turn()
-                    except Exception as error:
-                        self._fail(error)
-        finally:
-            with self._lock:
-                self._worker = None
-                if not self._orders.empty():
-                    self._order(*self._orders.get())
-                self._lock.notify_all()
-
     @property
     def _is_busy(self) -> bool:
         return bool(self.scheduler.seats or self.scheduler.waiting or self._flight)
 
     def _take_orders(self) -> bool:
-        """Do what callers asked for; whether to go on."""
-        busy = self._is_busy
-        try:
-            order = self._orders.get_nowait() if busy else self._orders.get(timeout=IDLE_SECONDS)
-        except Empty:
-            return busy
-        while True:
-            what, sequence = order
-            if what == "close":
-                for one in (*self.scheduler.waiting, *(s.sequence for s in self.scheduler.seats.values())):
-                    self._cancel(one)
-                self._flight.clear()
-                return False
-            if what == "forget":
-                self.scheduler.pool.forget_all()
-            elif sequence is not None and what == "add":
-                self.scheduler.waiting.append(sequence)
-            elif sequence is not None:
-                self._cancel(sequence)
-            try:
+        """Do what callers asked for; whether there is something to do now."""
+        with contextlib.suppress(Empty):
+            order = self._orders.get(block=not self._is_busy, timeout=_LONGEST_WAIT)
+            while True:
+                what, sequence = order
+                if what == "forget":
+                    self.scheduler.pool.forget_all()
+                elif sequence is not None and what == "add":
+                    self.scheduler.waiting.append(sequence)
+                elif sequence is not None:
+                    self._cancel(sequence)
                 order = self._orders.get_nowait()
-            except Empty:
-                return True
+        return self._is_busy
 
     def _cancel(self, sequence: Sequence) -> None:
         if sequence.finished:
@@ -609,7 +606,17 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _close(engine: weakref.ref[Engine]) -> None:
-    """At the interpreter's end a thread must not be in the middle of something."""
-    if (one := engine()) is not None:
-        one.close()
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Hold Ctrl-C back until the end: a turn that is broken off leaves rows and pages half written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *what: pressed.append(what))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed and callable(before):
+        before(*pressed[0])

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 
 from longspec.decoding.choose import Sampling
 from longspec.decoding.methods.make import MethodOptions
@@ -27,10 +26,8 @@ class Sequence:
     options: MethodOptions = field(default_factory=MethodOptions)
     stop_after: Callable[[int], bool] | None = None
     """Told of every kept token; True ends the sequence there (a stop string is complete)."""
-    inbox: SimpleQueue[Sequence] | None = None
-    """Where it is put whenever it has something new, and at its end."""
-    done: SimpleQueue[Sequence] | None = None
-    """Where it is put at its end alone."""
+    on_news: Callable[[Sequence], object] | None = None
+    """Told, by whoever leads the engine, when it has something new, and at its end."""
 
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
@@ -105,13 +102,12 @@ class Sequence:
                 self.finish("length")
             if self.finished:
                 return
-        if self.inbox is not None:
-            self.inbox.put(self)
+        if self.on_news is not None:
+            self.on_news(self)
 
     def finish(self, reason: str, error: BaseException | None = None) -> None:
         """End here."""
         self.finished_at = time.perf_counter()
         self.error, self.finish_reason = error, reason
-        for queue in (self.inbox, self.done):
-            if queue is not None:
-                queue.put(self)
+        if self.on_news is not None:
+            self.on_news(self)

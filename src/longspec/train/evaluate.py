@@ -86,7 +86,7 @@ def continuations(
         # What is compiled for training would be compiled anew for each of decoding's many shapes.
         with torch.compiler.set_stance("force_eager"):
             engine = make_engine(target, max_length=longest, max_rows=num_rows, kv_memory=pages)
-            for _ in engine.run_here(texts):
+            for _ in engine.run_each(texts):
                 pass
     finally:
         target.attention = backend

@@ -19,7 +19,7 @@ def smollm2_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def _loaded(smollm2_folder: Path) -> LongSpec:
-    return LongSpec.from_pretrained(DEFAULT_TARGET, dtype="float32", device="cpu")
+    return LongSpec.from_pretrained(DEFAULT_TARGET, dtype="float32", device="cpu", calibrate=False)
 
 
 @pytest.fixture

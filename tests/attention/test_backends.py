@@ -95,7 +95,9 @@ def test_borders_of_pages_and_runs_of_them(backend: str) -> None:
         plan = AttentionPlan(lengths, tables, page, T)
         for method, keys in (("attend", (k[0], v[0])), ("prefix", (k[0], v[0])), ("prefix", (k, v))):
             true = getattr(ReferenceAttention(torch.float64), method)(q.double(), *keys, plan)
-            for one, other in zip(getattr(choose_backend(backend), method)(q, *keys, plan), true, strict=True):
+            for one, other in zip(
+                getattr(choose_backend(backend), method)(q, *keys, plan), true, strict=True
+            ):
                 torch.testing.assert_close(one.double(), other.double(), atol=2e-5, rtol=2e-5)
 
 

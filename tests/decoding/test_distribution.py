@@ -21,7 +21,7 @@ from longspec.engine.fill import Segments, finish_prompts
 from longspec.engine.sequence import Sequence
 from tests.decoding.scripted import logits_of, pass_over, tiny_draft, tiny_engine, tiny_target
 
-V, PLACES, SAMPLES, ROWS = 7, 3, 40_000, 2_000
+V, PLACES, SAMPLES, ROWS = 7, 3, 16_000, 2_000
 PROMPT = [3, 1, 4, 1, 5]
 UNLIKELY = 1e-4
 SAMPLING = Sampling(temperature=0.8, top_p=0.97)
@@ -30,7 +30,9 @@ SAMPLING = Sampling(temperature=0.8, top_p=0.97)
 def engine_of(max_rows: int) -> Engine:
     target = tiny_target(seed=5, vocab_size=V)
     target.attention = ReferenceAttention()  # takes thousands of rows at once
-    draft = tiny_draft(target, std=0.5, window=4, max_lag=4, cross_layers=(-1,), use_feature=False, lag_gate=False)
+    draft = tiny_draft(
+        target, std=0.5, window=4, max_lag=4, cross_layers=(-1,), use_feature=False, lag_gate=False
+    )
     return tiny_engine(target, draft, max_length=16, max_rows=max_rows, num_pages=8 * max_rows, page_size=4)
 
 
@@ -48,7 +50,13 @@ def samples(options: MethodOptions, count: int = SAMPLES, batch: int = ROWS) -> 
         for first in range(0, count, batch):
             seeds, limits = range(first, first + batch), [len(PROMPT) + PLACES] * batch
             device.admit(
-                range(batch), [PROMPT] * batch, pages, limits, seeds, [SAMPLING] * batch, [frozenset()] * batch
+                range(batch),
+                [PROMPT] * batch,
+                pages,
+                limits,
+                seeds,
+                [SAMPLING] * batch,
+                [frozenset()] * batch,
             )
             tables, lengths = device._fill_tables[:batch], torch.zeros(batch, dtype=torch.int64)
             tokens = torch.tensor([PROMPT]).expand(batch, -1)

@@ -50,9 +50,8 @@ TEMPERATURES: dict[str, Sampling] = {
     "0.7": Sampling(temperature=0.7, top_p=0.9),
     "1.3": Sampling(temperature=1.3, repetition_penalty=1.2),
 }
-SHAPES = {"chain": (1, 1, 1, 1), "wide": (4, 16, 16), "odd": (3, 2, 5, 1), "pruned": (4, 8, 8)}
-NEW = 24
-
+SHAPES = {"chain": (1, 1, 1, 1), "wide": (4, 8, 8), "odd": (3, 2, 5, 1), "pruned": (4, 8, 8)}
+NEW = 13
 
 
 def check_figures(one: Sequence) -> None:
@@ -127,7 +126,7 @@ KINDS = (*SCRIPTS, "random", "magicdec", "magicdec whole", "lookup")
 EVERYTHING = [
     (kind, shape, batch, temperature, seed)
     for kind, shape, batch, temperature, seed in itertools.product(
-        KINDS, SHAPES, (1, 4), TEMPERATURES, (1, 20)
+        KINDS, SHAPES, (1, 3), TEMPERATURES, (1, 20)
     )
     if kind in (*SCRIPTS, "random") or shape == "chain"
 ]
@@ -159,14 +158,14 @@ def test_equals_vanilla_in_every_combination(
 
 def test_an_end_inside_an_accepted_path_ends_the_row_there(smollm2: LongSpec, large: Engine) -> None:
     prompts = [smollm2.encoder.encode(prompt, False, 49152) for prompt in PROMPTS[1:3]]
-    whole = ask(large, prompts, seed=50, new=NEW + 3)
+    whole = ask(large, prompts, seed=50, new=27)
     eos = whole[0].tokens.index(2)  # "The capital of France is Paris." and then the end
     assert eos % 5 not in (0, 4), "or it would not lie inside a path"
     countdown = iter([False] * 7 + [True])
     options = scripted(large, answers_of(whole), SCRIPTS["oracle"], (1, 1, 1, 1))
     asked = [
-        Sequence(prompts[0], NEW, seed=50, eos_ids=frozenset({2}), options=options),
-        Sequence(prompts[1], NEW, seed=51, options=options, stop_after=lambda token: next(countdown)),
+        Sequence(prompts[0], 24, seed=50, eos_ids=frozenset({2}), options=options),
+        Sequence(prompts[1], 24, seed=51, options=options, stop_after=lambda token: next(countdown)),
     ]
     large.run(asked)
     assert (asked[0].tokens, asked[0].finish_reason) == (whole[0].tokens[: eos + 1], "eos")
@@ -243,7 +242,6 @@ def test_a_long_prompt_is_lossless_and_the_drafts_memory_flat(drafting: LongSpec
     assert ring.num_bytes == 3 * DraftRing.size_of(config, draft.config, num_nodes, torch.float32)
 
 
-
 class RandomTrees:
     """Proposes any trees at all, with the right tokens sprinkled in."""
 
@@ -316,9 +314,7 @@ def test_a_chain_ends_where_the_draft_doubts(temperature: str) -> None:
     engine = tiny_engine(target, tiny_draft(target))
     draft = engine.models.draft
     assert draft is not None
-    run = partial(
-        ask, engine, [[1, 2, 3], [4, 5]], sampling=TEMPERATURES[temperature], seed=0, new=40
-    )
+    run = partial(ask, engine, [[1, 2, 3], [4, 5]], sampling=TEMPERATURES[temperature], seed=0, new=40)
     expected = run(VANILLA)
     scripts: dict[str, Script] = {
         "all know": lambda row, place: True,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from functools import partial
 
 import pytest
 
 from longspec import Generation, LongSpec, UserError
-from longspec.decoding.loop import decode
+from longspec.engine import engine as engine_module
 
 PROMPTS = [
     "Name three colours.",
@@ -48,7 +47,7 @@ def test_seeds_repeat_and_are_reported(smollm2: LongSpec) -> None:
 def test_stops_at_eos_length_and_stop_string(smollm2: LongSpec) -> None:
     whole = smollm2.generate(PROMPTS[1], max_new_tokens=64)
     assert whole.finish_reason == "eos"
-    assert whole.token_ids[-1] in smollm2.engine.eos_ids
+    assert whole.token_ids[-1] in smollm2.eos_ids
     assert whole.text == "The capital of France is Paris."
 
     short = smollm2.generate(PROMPTS[1], max_new_tokens=3)
@@ -94,7 +93,7 @@ def test_a_conversation_computes_only_what_is_new(smollm2: LongSpec) -> None:
         {"role": "user", "content": "What is my name?"},
     ]
     second = smollm2.generate(messages, max_new_tokens=20)
-    assert second.prefilled_tokens < 25 < second.prompt_tokens
+    assert second.prefilled_tokens < 40 < second.prompt_tokens
     smollm2.reset()
     fresh = smollm2.generate(messages, max_new_tokens=20)
     assert fresh.prefilled_tokens == fresh.prompt_tokens
@@ -106,7 +105,7 @@ def test_a_second_question_about_the_same_document_keeps_it(smollm2: LongSpec) -
     first = smollm2.generate(document + "Where does the blue door lead?", max_new_tokens=12)
     second = smollm2.generate(document + "What colour is the door?", max_new_tokens=12)
     assert first.prefilled_tokens > 400
-    assert second.prefilled_tokens < 30
+    assert second.prefilled_tokens < 46
     # the cache grows without forgetting
     third = smollm2.generate(document * 3 + "What colour is the door?", max_new_tokens=12)
     assert third.prefilled_tokens < third.prompt_tokens - 400
@@ -121,24 +120,25 @@ def test_closing_a_stream_frees_it_and_keeps_the_rest_whole(smollm2: LongSpec) -
     stream = smollm2.stream(PROMPTS[2], max_new_tokens=24)
     piece = next(stream)
     assert expected.text.startswith(piece)
-    # a request in between gets a cache of its own
+    # a request in between changes nothing
     assert smollm2.generate(PROMPTS[1], max_new_tokens=20).text == "The capital of France is Paris."
     piece += next(stream)
     stream.close()
     assert stream.result.finish_reason == "closed"
     assert stream.result.text == piece
     assert list(stream) == []
-    request = weakref.ref(stream._request)
+    sequence = weakref.ref(stream._sequence)
     del stream
     gc.collect()
-    assert request() is None
+    assert sequence() is None
+    assert smollm2.engine.statistics.held_pages == 0
     after = smollm2.generate(PROMPTS[2], max_new_tokens=24)
     assert after.token_ids == expected.token_ids
     assert after.prefilled_tokens < after.prompt_tokens, "what the closed stream computed is still of use"
 
 
 def test_prompt_and_answer_may_fill_the_context_to_the_last_token(smollm2_folder: object) -> None:
-    model = LongSpec.from_pretrained(str(smollm2_folder), max_length=48)
+    model = LongSpec.from_pretrained(str(smollm2_folder), max_length=48, calibrate=False)
     prompt = model.tokenizer("one two three four five six seven eight")["input_ids"]
     result = model.generate(prompt, max_new_tokens=48 - len(prompt))
     assert result.finish_reason in ("length", "eos")
@@ -154,7 +154,7 @@ def test_chunked_prefill_changes_nothing(smollm2: LongSpec, monkeypatch: pytest.
     prompt = "word " * 300 + "What was that?"
     whole = smollm2.generate(prompt, max_new_tokens=16)
     smollm2.reset()
-    monkeypatch.setattr("longspec.request.decode", partial(decode, chunk=7))
+    monkeypatch.setattr(engine_module, "PLAIN_ALONE", 7)
     assert smollm2.generate(prompt, max_new_tokens=16).token_ids == whole.token_ids
 
 

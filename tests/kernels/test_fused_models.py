@@ -1,4 +1,4 @@
-"""Target and draft by fused kernels compute what the plain modules compute."""
+"""Target and draft by fused kernels compute what the plain modules compute, and say the same words."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ import pytest
 import torch
 
 from longspec.attention import choose_backend
-from longspec.config import DraftConfig
-from longspec.data.writer import Job, Writer
-from longspec.decoding.accept import accept_coupled
+from longspec.cache import Pages
 from longspec.decoding.choose import Sampling
-from longspec.decoding.device import RoundStore
-from longspec.decoding.loop import decode, start
-from longspec.decoding.methods.glide import Glide
-from longspec.decoding.row import Row
+from longspec.decoding.methods.make import MethodOptions
+from longspec.engine.sequence import Sequence
 from longspec.kernels import linear
-from longspec.models.draft import DraftHead, GlideDraft
-from longspec.models.target import Transformer
-from tests.decoding.scripted import tiny_target
+from tests.decoding.scripted import pass_over, tiny_draft, tiny_engine, tiny_target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -37,69 +31,72 @@ def test_the_target(family: str, small: int, ffn: int, monkeypatch: pytest.Monke
     shape = {"vocab_size": 40, "num_layers": 3, "intermediate_size": ffn, **FAMILIES[family]}
     target = tiny_target(3, **shape).to(DEVICE)
     tokens = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=DEVICE)
+    tree = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]] * 2, dtype=torch.bool, device=DEVICE)
+    tables = torch.tensor([[3, 1], [4, 2]], dtype=torch.int32, device=DEVICE)
     found = []
     for backend in ("torch", "triton"):
         target.attention = choose_backend(backend)
-        cache = target.new_cache(2, 32)
+        pages = Pages.empty(target.config, 4, 16, DEVICE, torch.float32)
+
+        def over(
+            lengths: list[int], tokens: torch.Tensor, tree: torch.Tensor | None = None, pages: Pages = pages
+        ) -> torch.Tensor:
+            at = torch.tensor(lengths, device=DEVICE)
+            return pass_over(
+                target, pages, tables, at, tokens, tree, target.attention.can_fuse(tokens.float(), 8)
+            )
+
         with torch.inference_mode():
-            results = [target(tokens, cache)]
-            cache.advance(torch.tensor([5, 3], device=DEVICE))
-            results.append(target(tokens[:, :3], cache, tree))
-            cache.commit(torch.tensor([[0, 2], [0, 1]], device=DEVICE), torch.tensor([2, 2], device=DEVICE))
-            results.append(target(tokens[:, :1], cache))
+            results = [over([0, 0], tokens), over([15, 3], tokens[:, :3], tree)]
+            path, kept = torch.tensor([[0, 2], [0, 1]], device=DEVICE), torch.tensor([2, 2], device=DEVICE)
+            pages.commit(tables, torch.tensor([15, 3], device=DEVICE), path, kept)
+            results.append(over([17, 5], tokens[:, :1]))
         found.append(results)
     for plain, fused in zip(*found, strict=True):
         torch.testing.assert_close(plain, fused, rtol=1e-4, atol=1e-5)
 
 
+METHODS = {
+    "vanilla": MethodOptions("vanilla"),
+    "seq": MethodOptions("seq", gamma=2),
+    "tree": MethodOptions("tree", tree_shape=(2, 3), max_nodes=5, num_copied=2),
+    "magicdec": MethodOptions("magicdec", gamma=2, sinks=2, window=6),
+    "lookup": MethodOptions("lookup", gamma=2),
+    "auto": MethodOptions("auto", max_nodes=2),
+    "drawn": MethodOptions("tree", tree_shape=(2, 2), acceptance="rejection"),
+}
+SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(0.8, top_p=0.9, repetition_penalty=1.2)}
+
+
 def answers(
-    target: Transformer, draft: GlideDraft, sampling: Sampling, store: RoundStore | None
-) -> list[Row]:
-    method = Glide(draft, DraftHead(target, draft.vocab_ids), (3, 4), 6, draws=False, name="tree")
-    rows = [Row([3, 1, 4, 1, 5], 1, 6), Row([2, 7], 2, 4)]
-    state = start(target, target.new_cache(2, 40), rows, sampling)
-    for _ in decode(state, method, accept_coupled, rounds=store):
-        pass
-    return rows
-
-
-@pytest.mark.parametrize(
-    ("sampling", "ours"), [(Sampling(), False), (Sampling(0.8, top_p=0.9), True)], ids=["greedy", "sampled"]
-)
-def test_a_draft_proposes_the_same(sampling: Sampling, ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend: str, options: MethodOptions, sampling: Sampling, config: dict[str, Any]
+) -> list[Sequence]:
+    """By an engine with that backend: two rows, one of which comes later to a part of the other's pages."""
     target = tiny_target(3, vocab_size=40).to(DEVICE)
-    config = DraftConfig(
-        window=6,
-        cross_layers=(0, 1),
-        use_feature=True,
-        final_norm=True,
-        qkv_bias=False,
-        intermediate_size=96,
-        lag_gate=True,
-    )
-    # Layers that do not stand evenly, and a vocabulary of its own.
-    other = DraftConfig(window=6, cross_layers=(1, 0), draft_vocab=20)
-    draft = GlideDraft(target.config, config if ours else other)
+    target.attention = choose_backend(backend)
+    draft = tiny_draft(target, window=6, max_lag=3, **config)
     if draft.vocab_ids is not None:
         draft.vocab_ids.copy_(torch.arange(1, 40, 2))
-    draft.initialise(torch.Generator().manual_seed(1), std=0.3)
-    draft.requires_grad_(False).to(DEVICE)
-    target.attention = choose_backend("torch")
-    plain = answers(target, draft, sampling, None)
-    target.attention = choose_backend("triton")
-    for store, small in ((RoundStore(), linear._SMALL), (None, 0)):
-        monkeypatch.setattr(linear, "_SMALL", small)  # with 0, a library multiplies
-        fused = answers(target, draft, sampling, store)
-        assert [row.tokens for row in fused] == [row.tokens for row in plain]
-        assert [row.depths for row in fused] == [row.depths for row in plain]
+    engine = tiny_engine(target, draft, max_length=48, max_rows=2, num_pages=12)
+    assert engine.models.fused == (backend == "triton")
+    prompt = [3, 1, 4, 1, 5] * 4
+    asked = [Sequence(prompt[: 17 + 3 * row], 6 - row, sampling, row, options=options) for row in range(2)]
+    engine.run(asked)
+    engine.close()
+    return asked
 
 
-def test_the_writer() -> None:
-    target = tiny_target(3, vocab_size=40).to(DEVICE)
-    jobs = [Job(i, [1, 2, i], 4 + i, i / 4, i) for i in range(5)]
-    plain, fused = (
-        {done.job.key: done.tokens for done in Writer(target, 3, 16, [7], fused=flag).write(jobs)}
-        for flag in (False, True)
-    )
-    assert plain == fused
+# Layers that do not stand evenly, and a vocabulary of its own; and everything that a draft may have.
+OTHER = {"cross_layers": (1, 0), "draft_vocab": 20, "use_feature": False, "lag_gate": False}
+OURS = {"cross_layers": (0, 1), "final_norm": True, "qkv_bias": False, "intermediate_size": 96}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("method", METHODS)
+def test_an_engine_says_the_same_words(method: str, sampling: str) -> None:
+    config = OURS if sampling == "greedy" else OTHER
+    plain, fused = (answers(one, METHODS[method], SAMPLINGS[sampling], config) for one in ("torch", "triton"))
+    assert [one.tokens for one in fused] == [one.tokens for one in plain]
+    if method != "lookup":  # which proposes nothing by the host where no row has a match
+        assert [one.depths for one in fused] == [one.depths for one in plain]
+    assert [one.num_shared for one in fused] == [one.num_shared for one in plain] == [0, 16]

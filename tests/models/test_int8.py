@@ -8,17 +8,18 @@ import torch
 from longspec import LongSpec, UserError
 from longspec.api import prepare_draft
 from longspec.config import DraftConfig
-from longspec.decoding.accept import accept_coupled
-from longspec.decoding.choose import Sampling
-from longspec.decoding.loop import prefill, run_round, start
-from longspec.decoding.methods.chain import Chain
+from longspec.decoding.methods.glide import Glide
+from longspec.decoding.methods.make import MethodOptions
 from longspec.decoding.methods.vanilla import Vanilla
-from longspec.decoding.row import Row
+from longspec.decoding.round import Models
+from longspec.decoding.slots import Slots
+from longspec.decoding.tree import TokenTree
+from longspec.engine.engine import Engine
 from longspec.models.draft import ContextHead, DraftHead, GlideDraft
 from longspec.models.int8 import Int8Linear
 from longspec.models.layers import Block, Linear
 from longspec.models.target import Transformer
-from tests.decoding.scripted import tiny_target
+from tests.decoding.scripted import ask, put_method, tiny_target
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 5), (3, 2)], ids=str)
@@ -65,26 +66,30 @@ def real_draft(target: Transformer, draft_vocab: int) -> GlideDraft:
     return draft
 
 
+class Both(Vanilla):
+    """The target says everything; what the draft would have said next is noted."""
+
+    drafts = True
+
+    def __init__(self, draft: GlideDraft) -> None:
+        self._chain, self.drafted = Glide(draft, (1,)), list[int]()
+
+    def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
+        self.drafted.append(int(self._chain.propose(models, rows, sampled).tokens[0, 1]))
+        return super().propose(models, rows, sampled)
+
+
 def test_drafts_nearly_the_same_tokens(smollm2: LongSpec) -> None:
-    target = smollm2.engine.target
-    chains = {}
+    target, drafted = smollm2.target, {}
+    prompt = smollm2.encoder.encode("Explain how a ship floats, step by step.", False, 49152)
     for kind in ("target", "int8"):
         draft, head = prepare_draft(real_draft(target, 8192), target, kind)
         assert isinstance(draft.qkv, Int8Linear) == isinstance(head.rows, Int8Linear) == (kind == "int8")
-        chains[kind] = Chain(draft, head, 1, None)
-    prompt = smollm2.engine.encoder.encode("Explain how a ship floats, step by step.", False, 49152)
-    row = Row(prompt, 0, 200)
-    state = start(target, target.new_cache(1, 256), [row], Sampling())
-    drafted: dict[str, list[int]] = {kind: [] for kind in chains}
-    with torch.inference_mode():
-        prefill(state, 2048)
-        row.keep_first(int(state.roots[0]))
-        for chain in chains.values():
-            chain.begin(state)
-        for _ in range(60):
-            for kind, chain in chains.items():
-                drafted[kind].append(int(chain.propose(state).tokens[0, 1]))
-            run_round(state, Vanilla(), accept_coupled)
+        engine = Engine(target, draft, head, max_length=160, max_rows=1, num_pages=20, page_size=16)
+        method = Both(draft)
+        ask(engine, [prompt], put_method(engine, MethodOptions("seq"), method), new=61)
+        drafted[kind] = method.drafted
+        assert len(method.drafted) == 60
     assert len(set(drafted["target"])) > 10, "or agreeing would say little"
     same = sum(one == two for one, two in zip(*drafted.values(), strict=True))
     assert same >= 54

@@ -18,10 +18,12 @@ from transformers import (
 )
 
 from longspec import LongSpec
+from longspec.cache import Pages
 from longspec.config import ModelConfig
 from longspec.models.draft import DraftHead
 from longspec.models.load import load_target
 from longspec.models.target import Transformer
+from tests.decoding.scripted import pass_over
 
 TINY: dict[str, Any] = {
     "vocab_size": 211,
@@ -88,6 +90,23 @@ def random_pair(name: str) -> tuple[Any, Transformer]:
     return theirs, ours
 
 
+def paged(ours: Transformer, rows: int) -> tuple[Pages, torch.Tensor]:
+    """Room for 256 tokens of each row, in pages in random order."""
+    pages = Pages.empty(ours.config, rows * 16, 16, ours.device, ours.dtype)
+    return pages, (torch.randperm(rows * 16) + 1).int().view(rows, 16)
+
+
+def over(
+    ours: Transformer,
+    pages: Pages,
+    tables: torch.Tensor,
+    lengths: list[int],
+    tokens: torch.Tensor,
+    tree: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return pass_over(ours, pages, tables, torch.tensor(lengths), tokens, tree)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_match(name: str) -> None:
@@ -96,15 +115,17 @@ def test_logits_match(name: str) -> None:
     expected = theirs(tokens).logits
     assert expected.std() > 0.3, "flat logits would match anything"
 
-    whole = ours.new_cache(1, 256)
-    torch.testing.assert_close(ours.logits(ours(tokens, whole)), expected, atol=1e-4, rtol=0)
+    pages, tables = paged(ours, 1)
+    torch.testing.assert_close(
+        ours.logits(over(ours, pages, tables, [0], tokens)), expected, atol=1e-4, rtol=0
+    )
 
     # in chunks, then token by token, as decoding does
-    cache = ours.new_cache(1, 256)
-    parts = []
+    parts, done = [], 0
+    pages, tables = paged(ours, 1)
     for piece in (*tokens[:, :150].split(64, 1), *tokens[:, 150:].split(1, 1)):
-        parts.append(ours.logits(ours(piece, cache)))
-        cache.advance(piece.shape[1])
+        parts.append(ours.logits(over(ours, pages, tables, [done], piece)))
+        done += piece.shape[1]
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=0)
     assert ours.config.num_parameters == sum(weight.numel() for weight in theirs.parameters())
 
@@ -119,12 +140,10 @@ def test_a_tree_gives_each_path_its_own_logits() -> None:
     tree = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents[1:], 1):
         tree[node] |= tree[parent]
-    cache = ours.new_cache(2, 64)
+    pages, tables = paged(ours, 2)
     for row, length in enumerate(lengths):
-        view = cache.row(row)
-        ours(prefixes[row : row + 1, :length], view)
-        view.advance(length)
-    logits = ours.logits(ours(nodes, cache, tree))
+        over(ours, pages, tables[row : row + 1], [0], prefixes[row : row + 1, :length])
+    logits = ours.logits(over(ours, pages, tables, list(lengths), nodes, tree))
     for row, length in enumerate(lengths):
         for node in range(len(parents)):
             path = nodes[row, tree[node]]
@@ -133,9 +152,9 @@ def test_a_tree_gives_each_path_its_own_logits() -> None:
 
     # and after committing a path the next token is as if nothing else had been there
     path = torch.tensor([[0, 2, 5, 6], [0, 1, 4, 4]])
-    cache.commit(path, torch.tensor([4, 3]))
+    pages.commit(tables, torch.tensor(lengths), path, torch.tensor([4, 3]))
     following = torch.tensor([[7], [8]])
-    logits = ours.logits(ours(following, cache))
+    logits = ours.logits(over(ours, pages, tables, [44, 26], following))
     for row, kept in enumerate((4, 3)):
         text = torch.cat((prefixes[row, : lengths[row]], nodes[row, path[row, :kept]], following[row]))
         torch.testing.assert_close(logits[row, 0], theirs(text[None]).logits[0, -1], atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""The copied branch of a tree: found where the text said the same, and put where the tree lacks it."""
+"""Lookup: found where the text said the same, and put where a tree lacks it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspec.config import DraftConfig
-from longspec.decoding.choose import Sampling
-from longspec.decoding.copied import LEAST, MOST, Text, graft
-from longspec.decoding.loop import decode, start
-from longspec.decoding.methods.glide import Glide
-from longspec.decoding.methods.lookup import NgramIndex
-from longspec.decoding.methods.vanilla import Vanilla
-from longspec.decoding.row import Row
+from longspec.decoding.lookup import LEAST, MOST, find, graft
+from longspec.decoding.methods.make import MethodOptions
 from longspec.decoding.tree import TokenTree
-from longspec.models.draft import DraftHead, GlideDraft
-from tests.decoding.scripted import tiny_target
+from tests.decoding.scripted import ask, tiny_draft, tiny_engine, tiny_target
 
 
-def text_of(*rows: list[int]) -> tuple[Text, torch.Tensor]:
-    text = Text.empty(len(rows), max(map(len, rows)) + 3, torch.device("cpu"))
-    text.tokens.fill_(7)  # what lies behind a text must not be taken for it
-    text.fill(list(rows))
+def text_of(*rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    text = torch.full((len(rows), max(map(len, rows)) + 3), 7)  # what lies behind must not be taken for it
+    for row, tokens in enumerate(rows):
+        text[row, : len(tokens)] = torch.tensor(tokens)
     return text, torch.tensor([len(row) for row in rows])
 
 
@@ -40,7 +33,7 @@ def found_slowly(text: list[int]) -> tuple[int, int]:
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=3))
 def test_the_longest_and_newest_run_is_found(rows: list[list[int]]) -> None:
     text, ends = text_of(*rows)
-    runs, places = text.find(ends)
+    runs, places = find(text, ends)
     for row, run, place in zip(rows, runs.tolist(), places.tolist(), strict=True):
         assert (run, place if run else 0) == found_slowly(row)
 
@@ -50,7 +43,7 @@ def test_what_the_tree_has_is_used_and_the_rest_is_added() -> None:
     text, ends = text_of([1, 2, 3, 4, 5, 6, 0, 1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 0])
     tokens, parents = torch.tensor([[3, 8, 4, 9]] * 2), torch.tensor([[0, 0, 0, 2]] * 2)
     scores = torch.tensor([[0.0, -1.0, -3.0, -4.0]] * 2)
-    tree, found = graft(TokenTree(tokens, parents), scores, text, ends, 3)
+    tree, found = graft(TokenTree(tokens, parents), scores, text, ends, 3, find(text, ends))
     assert tree.tokens[0].tolist()[4:] == [3, 5, 6], "the first place is not needed: it is like the root"
     assert tree.parents[0].tolist()[4:] == [0, 2, 5]
     assert found[0, 2] > -3
@@ -63,37 +56,34 @@ def test_what_the_tree_has_is_used_and_the_rest_is_added() -> None:
 
 def test_a_loop_is_copied_as_a_loop() -> None:
     text, ends = text_of([9, 1, 2, 1, 2, 1, 2])
-    tree, _ = graft(TokenTree(torch.tensor([[2]]), torch.tensor([[0]])), torch.zeros(1, 1), text, ends, 5)
+    root = TokenTree(torch.tensor([[2]]), torch.tensor([[0]]))
+    tree, _ = graft(root, torch.zeros(1, 1), text, ends, 5, find(text, ends))
     assert tree.tokens.tolist() == [[2, 1, 2, 1, 2, 1]]
     assert tree.parents.tolist() == [[0, 0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("max_nodes", [None, 12])
 def test_repetition_is_accepted_in_long_runs(max_nodes: int | None) -> None:
-    """A random target repeats itself soon; a random draft does not know how, and copying does."""
+    """A random target repeats itself soon; a random draft does not know how, and lookup does."""
     target = tiny_target(vocab_size=11)
-    draft = GlideDraft(target.config, DraftConfig(window=16))
-    draft.initialise(torch.Generator().manual_seed(1), std=0.3)
-    rows: dict[int, Row] = {}
-    for num_copied in (-1, 0, 10):
-        row = Row([3, 1, 4, 1, 5], 0, 120)
-        glide = Glide(
-            draft,
-            DraftHead(target, None),
-            (2, 2),
-            max_nodes,
-            draws=False,
-            name="tree",
-            num_copied=max(num_copied, 0),
-        )
-        method = Vanilla() if num_copied < 0 else glide
-        for _ in decode(start(target, target.new_cache(1, 160), [row], Sampling()), method):
-            pass
-        rows[num_copied] = row
-    assert rows[0].tokens == rows[10].tokens == rows[-1].tokens
-    assert max(rows[0].depths) <= 2
-    assert max(rows[10].depths) == 10
-    assert rows[10].tau > 1.5 * rows[0].tau
+    engine = tiny_engine(target, tiny_draft(target, window=16, use_feature=False, lag_gate=False))
+    prompts = [[3, 1, 4, 1, 5]]
+    (vanilla,) = ask(engine, prompts, new=120)
+    without, branch = (
+        ask(
+            engine,
+            prompts,
+            MethodOptions("tree", tree_shape=(2, 2), max_nodes=max_nodes, num_copied=n),
+            new=120,
+        )[0]
+        for n in (0, 10)
+    )
+    (lookup,) = ask(engine, prompts, MethodOptions("lookup", gamma=10), new=120)
+    assert vanilla.tokens == without.tokens == branch.tokens == lookup.tokens
+    assert max(without.depths) <= 2
+    assert max(branch.depths) >= 9
+    assert max(lookup.depths) == 10
+    assert branch.tau > 1.5 * without.tau
 
 
 @pytest.mark.parametrize(
@@ -102,9 +92,12 @@ def test_repetition_is_accepted_in_long_runs(max_nodes: int | None) -> None:
         ([1, 2, 3, 4, 5, 6, 1, 2, 3], [4, 5, 6, 1]),
         ([9, 2, 3, 4, 5, 2, 3, 7, 8, 2, 3], [7, 8, 2, 3]),
         ([5, 1, 2, 1, 2], [1, 2, 1, 2]),
-        ([1, 2, 3, 4], []),
     ],
-    ids=["what followed", "the newest place", "a loop", "nothing"],
+    ids=["what followed", "the newest place", "a loop"],
 )
 def test_lookup_proposes_what_followed(text: list[int], expected: list[int]) -> None:
-    assert NgramIndex(range(3, 1, -1)).following(Row(text[:2], 0, 9, tokens=text[2:]), 4) == expected
+    held, ends = text_of(text)
+    root = TokenTree(held[:, len(text) - 1 : len(text)], torch.tensor([[0]]))
+    tree, scores = graft(root, torch.zeros(1, 1), held, ends, 4, find(held, ends, 2, 3))
+    assert tree.tokens[0, 1:].tolist() == expected
+    assert scores[0].tolist() == sorted(scores[0].tolist(), reverse=True)

@@ -217,7 +217,7 @@ class Engine:
             self.close()
             try:
                 while True:
-                    for sequence in islice(coming, scheduler.max_rows - len(scheduler.waiting)):
+                    for sequence in islice(coming, max(0, scheduler.max_rows - len(scheduler.waiting))):
                         self._receive(sequence)
                         sequence.done = done
                         scheduler.waiting.append(sequence)

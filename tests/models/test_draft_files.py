@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from longspec import LlamaGlide, LongSpec, Qwen2Glide, UserError
 from longspec.config import DraftConfig, ModelConfig
+from longspec.data.collate import collate
+from longspec.data.shards import Packed, Role
 from longspec.models.draft import GlideDraft
 from longspec.models.draft_files import Fingerprint, draft_tensors, load_draft, save_draft
 from longspec.models.target import Transformer
+from longspec.train.layout import head_rows, lay_out
+from longspec.train.objective import Objective
 from tests.decoding.scripted import tiny_target
 
 OURS = DraftConfig(
@@ -170,6 +176,19 @@ def test_the_published_faces(face: Any, tmp_path: Path) -> None:
         assert count == int(mask.sum())
         assert rounds <= num
         assert seconds > 0
+    more = torch.randint(1, 48, (3, 50))
+    model.vanilla_generate(more, torch.tensor(50), max_gen_len=30)  # more than there was room for
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.draft_model.parameters():
+            weight.add_(0.1)
+    assert torch.equal(other.spec_generate(ids, lengths, max_gen_len=16)[0], expected)
+    assert all(weight.requires_grad for weight in model.draft_model.parameters())
+    whole = Packed(ids[0].numpy(), np.full(20, Role.TEXT, np.uint8), np.zeros(1, np.int32))
+    rows = head_rows(None, TINY["vocab_size"])
+    layout = lay_out(collate([whole], "base", False), [2], [0], 4, rows, model.model.device)
+    Objective(model.model, model.draft_model)(layout).loss.backward()
+    assert all(weight.grad is not None for weight in model.draft_model.parameters())
     again = face.from_pretrained(
         tmp_path / "target",
         state_dict=model.draft_model.state_dict(),

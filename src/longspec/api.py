@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,7 +19,7 @@ from longspec.config import ModelConfig
 from longspec.decoding.choose import Sampling
 from longspec.engine.costs import known_costs
 from longspec.engine.engine import Engine
-from longspec.engine.memory import page_size, size_engine
+from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError, naming, whole_number
 from longspec.generation import Generation
@@ -32,7 +32,6 @@ from longspec.models.layers import pack_linears
 from longspec.models.load import load_target
 from longspec.models.placement import (
     check_fits,
-    free_memory,
     gigabytes,
     memory_explained,
     pick_device,
@@ -133,8 +132,8 @@ class LongSpec:
             kv_memory=kv_memory,
         )  # fmt: skip
         if calibrate:
-            with engine.paused() as device:
-                costs = known_costs(device, engine.candidates, engine.width, progress)
+            with engine.paused() as rows:
+                costs = known_costs(rows, engine.candidates, engine.width, progress)
             engine.adopt(costs)
         engine.prepare()
         return cls(
@@ -295,38 +294,6 @@ def _pieces(model: LongSpec, sequence: Sequence, text: TextStream) -> Generator[
                 yield piece
     finally:
         model.engine.cancel(sequence)
-
-
-def make_engine(
-    target: Transformer,
-    draft: GlideDraft | None = None,
-    head: DraftHead | None = None,
-    acceptance: Mapping[str, Any] | None = None,
-    *,
-    max_length: int | None = None,
-    limit: int | None = None,
-    max_rows: int | None = None,
-    kv_memory: int | None = None,
-) -> Engine:
-    """An engine of the size that the device has room for; see `LongSpec.from_pretrained`."""
-    config, dtype, device = target.config, target.dtype, target.device
-    with torch.inference_mode():
-        fused = target.attention.can_fuse(target.embedding, config.head_dim)
-    page = page_size(dtype, config.head_dim, fused)
-    size = size_engine(
-        config, dtype, device, free_memory(device), page, max_length, max_rows, kv_memory, limit
-    )
-    with memory_explained(f"{size.num_tokens} tokens of KV on {device}", _SMALLER):
-        return Engine(
-            target,
-            draft,
-            head,
-            max_length=size.max_length,
-            max_rows=size.max_rows,
-            num_pages=size.num_pages,
-            page_size=size.page_size,
-            acceptance=acceptance,
-        )
 
 
 def name_of(what: str, given: Any) -> str:

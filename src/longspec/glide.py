@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from longspec import hub
-from longspec.api import make_engine
 from longspec.attention import choose_backend
 from longspec.config import DEFAULT_TREE, DraftConfig, ModelConfig
 from longspec.decoding.choose import Sampling
 from longspec.decoding.methods.make import MethodOptions
 from longspec.engine.engine import Engine
+from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 from longspec.models.checkpoint import WeightFiles

@@ -127,6 +127,7 @@ def _checked_seed(seed: Any) -> int | list[int] | None:
 
 
 def seeds_for(seed: int | list[int] | None, num_rows: int) -> list[int]:
+    """One for each row; None draws the first."""
     if seed is None:
         seed = secrets.randbits(31)
     seeds = [(seed + row) % 2**63 for row in range(num_rows)] if isinstance(seed, int) else seed

@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longspec import LongSpec
-from longspec.api import make_engine
 from longspec.data.samples import Mix, Script
 from longspec.data.screen import Seen, is_repetitive, loop_start, signature
 from longspec.data.shards import Dataset, Role
 from longspec.data.synthesize import Request, synthesize
 from longspec.decoding.choose import Sampling
 from longspec.decoding.methods.make import MethodOptions
+from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspec import Generation, LongSpec, UserError
-from longspec.api import make_engine, prepare_draft
+from longspec.api import prepare_draft
+from longspec.engine.make import make_engine
 from longspec.cache import DraftRing
 from longspec.config import DraftConfig
 from longspec.decoding.choose import Sampling

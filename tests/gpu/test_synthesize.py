@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from longspec.api import make_engine
+from longspec.engine.make import make_engine
 from longspec.config import ModelConfig
 from longspec.decoding.choose import Sampling
 from longspec.decoding.methods.make import MethodOptions

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.api import make_engine
 from longspec.config import DraftConfig
 from longspec.data.collate import collate
 from longspec.data.shards import Packed, Role
 from longspec.decoding.methods.glide import Glide
 from longspec.decoding.methods.make import MethodOptions
 from longspec.decoding.tree import TokenTree
+from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.target import Transformer

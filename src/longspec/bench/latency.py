@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from longspec.api import make_engine, prepare_draft
+from longspec.api import prepare_draft
 from longspec.attention import choose_backend
 from longspec.bench.bandwidth import copy_bandwidth
 from longspec.bench.environment import PeakMemory
@@ -28,6 +28,7 @@ from longspec.engine.auto import NUM_LOOKUP
 from longspec.engine.costs import known_costs, place_rows
 from longspec.engine.device import Report
 from longspec.engine.engine import IN_FLIGHT, Engine
+from longspec.engine.make import make_engine
 from longspec.engine.memory import page_size
 from longspec.errors import UserError
 from longspec.models.draft import DraftHead, GlideDraft

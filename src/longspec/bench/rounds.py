@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from longspec import LongSpec
-from longspec.api import make_engine, prepare_draft
+from longspec.api import prepare_draft
 from longspec.bench.shapes import fill_pages
 from longspec.config import DraftConfig
 from longspec.decoding.methods.glide import Glide
@@ -25,6 +25,7 @@ from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 from longspec.engine.costs import place_rows
 from longspec.engine.engine import Engine
+from longspec.engine.make import make_engine
 from longspec.models.draft import GlideDraft
 from longspec.models.target import Transformer
 

@@ -404,7 +404,9 @@ class Engine:
         report = self.device.take([piece for _, piece in pieces], sampled)
         for seat, piece in pieces:
             self.scheduler.note_computed(seat, piece.count)
-        ends = [(row, seat, None) for row, (seat, piece) in enumerate(pieces) if piece.is_end]
+        ends: list[tuple[int, Seat, bool | None]] = [
+            (row, seat, None) for row, (seat, piece) in enumerate(pieces) if piece.is_end
+        ]
         self._flight.append(_Launch(report, ends, None))
         for _, seat, _ in ends:
             seat.num_in_flight += 1

@@ -7,6 +7,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -14,9 +15,7 @@ import torch
 _turn = threading.Lock()
 
 
-def capture(
-    work: Callable[[], object], device: torch.device, pool: tuple[int, int] | None = None
-) -> torch.cuda.CUDAGraph:
+def capture(work: Callable[[], object], device: torch.device, pool: Any = None) -> torch.cuda.CUDAGraph:
     """Record what `work` launches, ready to be replayed. Graphs with the same `pool` share their memory, so
     that what one leaves there is gone when another is replayed.
 

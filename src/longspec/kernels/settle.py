@@ -144,8 +144,8 @@ def settle_round(
 
     tokens, parents and the target's choices are int64 [B, N], hidden its states [B, N, hidden]. A round emits
     `width` tokens at most, so the walk goes width - 1 nodes below the root at most. What is emitted behind
-    the root goes into the text (up to the row's limit), into `seen` and into the report. With `accumulate` the
-    draft has not read what was emitted before either.
+    the root goes into the text (up to the row's limit), into `seen` and into the report. With `accumulate`,
+    the draft has not read what was emitted before either.
     """
     B, N = tokens.shape
     hidden_size, num_eos = hidden.shape[2], rows.eos_ids.shape[1]

@@ -53,6 +53,14 @@ class Int8Linear(nn.Module):
         result: Tensor = torch.ops.quantized.linear_dynamic(x.nan_to_num(), self._packed)
         return result
 
+    def covers(self, x: Tensor) -> bool:
+        """See `Linear.covers`: never."""
+        return False
+
+    def folds(self, num_rows: int) -> bool:
+        """See `Linear.folds`: never."""
+        return False
+
 
 def round_linears(module: nn.Module) -> None:
     """Replace every `Linear` below `module` that can be rounded by its int8 form."""

@@ -108,6 +108,14 @@ class PackedLinear(nn.Module):
         padded = F.pad(x.reshape(rows, -1), (0, 0, 0, self.MIN_ROWS - rows))
         return self._apply_packed(padded)[:rows].view(*x.shape[:-1], self.num_out)
 
+    def covers(self, x: Tensor) -> bool:
+        """See `Linear.covers`: never."""
+        return False
+
+    def folds(self, num_rows: int) -> bool:
+        """See `Linear.folds`: never."""
+        return False
+
     def _apply_packed(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 

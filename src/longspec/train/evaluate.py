@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from longspec.api import make_engine
 from longspec.attention import choose_backend
 from longspec.data.collate import collate
 from longspec.data.shards import Packed, Role
 from longspec.decoding.methods.make import MethodOptions
+from longspec.engine.make import make_engine
 from longspec.engine.memory import kv_bytes
 from longspec.engine.sequence import Sequence
 from longspec.models.files import write_whole

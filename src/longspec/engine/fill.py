@@ -92,7 +92,8 @@ def finish_prompts(models: Models, slots: Slots, work: Segments, last: Tensor, s
         tokens = choose(logits, sampling, slots.seeds[goals], ends, sampled)
     work.report.copy_(tokens)
     slots.text[goals, ends.clamp(max=slots.text.shape[1] - 1)] = tokens
-    slots.seen[goals, tokens] = True
+    # Clamped, because tokens are arbitrary while kernels are only compiled (`compile_for`).
+    slots.seen[goals, tokens.clamp(0, slots.seen.shape[1] - 1)] = True
     slots.lengths[goals] = ends
     slots.feature[goals] = last
     slots.num_unread[goals] = 1

@@ -280,11 +280,15 @@ class Stream:
 def _pieces(model: LongSpec, sequence: Sequence, text: TextStream) -> Generator[str]:
     """A stream's text. It knows nothing of the stream, so that one nobody holds any more is freed at once."""
     known = given = 0
+
+    def has_news() -> bool:
+        return sequence.finished or len(sequence.tokens) > known
+
     try:
         model.engine.submit([sequence])
         while not text.is_whole:
             with model._memory_explained([sequence]):
-                model.engine.lead(lambda: sequence.finished or len(sequence.tokens) > known)
+                model.engine.lead(has_news)
                 if sequence.error is not None:
                     raise sequence.error
             is_final, known = sequence.finished, len(sequence.tokens)

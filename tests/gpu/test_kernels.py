@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.attention import choose_backend
+from longspec.attention import AttentionPlan, choose_backend
 from longspec.attention.reference import ReferenceAttention
+from tests.kernels.paged import places, random_tables
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GPU = torch.device("cuda")
@@ -43,22 +44,28 @@ def test_attention_matches_fp64(backend: str, dtype: torch.dtype, D: int, G: int
     attention, exact = choose_backend(backend), ReferenceAttention(torch.float64)
     for index, (T, lengths) in enumerate(QUERIES):
         B, K = len(lengths), 1 + index % 3
-        S = max(lengths) + T + 3
+        page = 64 if dtype == torch.float32 else 128
+        generator = torch.Generator().manual_seed(index)
+        tables, num_pages = random_tables([length + T for length in lengths], page, generator)
         q = torch.randn(B, T, K * G, D, device=GPU).to(dtype)
-        k, v = (torch.randn(B, K, S, D, device=GPU).to(dtype) for _ in range(2))
+        # Nobody sees what is in no row's part of the pages.
+        k, v = (torch.full((K, num_pages * page, D), torch.nan, device=GPU, dtype=dtype) for _ in range(2))
         for row, length in enumerate(lengths):
-            k[row, :, length + T :] = v[row, :, length + T :] = torch.nan
+            held = places(tables, row, length + T, page)
+            for x in (k, v):
+                x[:, held] = torch.randn(K, len(held), D, device=GPU).to(dtype)
         trees = [None, random_tree(T), torch.stack([random_tree(T) for _ in range(B)])]
         tree = trees[(index + G) % 3]
         for window in ((0, None), (3, 100)):
-            plan = attention.plan(torch.tensor(lengths, device=GPU), T, tree, *window)
+            plan = AttentionPlan(torch.tensor(lengths, device=GPU), tables, page, T, tree, *window)
             for method in ("attend", "prefix"):
                 result = getattr(attention, method)(q, k, v, plan)
                 true = getattr(exact, method)(q.double(), k.double(), v.double(), plan)
                 check(result, true, dtype)
+        S = max(lengths) + T
         sees = torch.rand(B, T, S, device=GPU) < 0.5
         sees[:, :, 0] = True
-        k, v = k.nan_to_num(), v.nan_to_num()
+        k, v = (torch.randn(B, K, S, D, device=GPU).to(dtype) for _ in range(2))
         check(attention.masked(q, k, v, sees), exact.masked(q.double(), k.double(), v.double(), sees), dtype)
 
 
@@ -68,35 +75,36 @@ def check(result: tuple[Tensor, Tensor], true: tuple[Tensor, Tensor], dtype: tor
         torch.testing.assert_close(one.double(), other.double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_a_cache_beyond_32_bits() -> None:
-    """The last rows and heads of 2.2e9 elements, and of a view into a cache of several layers."""
-    B, K, S, D, T = 2, 8, 540_000, 256, 5
-    assert B * K * S * D > 2**31
-    k, v = (torch.empty(B, K, S, D, device=GPU, dtype=torch.float16) for _ in range(2))
-    for buffer in (k, v):
-        for head in buffer.flatten(0, 1):
-            head.normal_()
-    q = torch.randn(B, T, 2 * K, D, device=GPU, dtype=torch.float16)
-    lengths = torch.tensor([S - T - 1, S - T], device=GPU)
+def test_pages_beyond_32_bits() -> None:
+    """The last pages and heads of 2.2e9 elements."""
+    K, D, T, page, S = 8, 256, 5, 128, 8500 * 128
+    assert K * S * D > 2**31
+    k, v = (torch.empty(K, S, D, device=GPU, dtype=torch.float16) for _ in range(2))
+    for head in (*k, *v):
+        head.normal_()
+    q = torch.randn(2, T, 2 * K, D, device=GPU, dtype=torch.float16)
+    # One row holds the last pages, the other pages from all over.
+    tables = torch.stack((torch.arange(8372, 8500), torch.randperm(8400)[:128])).int().to(GPU)
+    lengths = torch.tensor([128 * page - T, 128 * page - T - 1], device=GPU)
     backend, exact = choose_backend("triton"), ReferenceAttention(torch.float64)
-    out, lse = backend.attend(q, k, v, backend.plan(lengths, T))
-    for row, head in itertools.product(range(B), (0, K - 1)):
-        queries = slice(2 * head, 2 * head + 2)
-        one = (slice(row, row + 1), slice(head, head + 1))
-        plan = exact.plan(lengths[row : row + 1], T)
-        true = exact.attend(q[row : row + 1, :, queries].double(), k[one], v[one], plan)
-        check((out[row : row + 1, :, queries], lse[row : row + 1, :, queries]), true, torch.float16)
+    plan = AttentionPlan(lengths, tables, page, T)
+    out, lse = backend.attend(q, k, v, plan)
+    for head in (0, K - 1):
+        queries, one = slice(2 * head, 2 * head + 2), slice(head, head + 1)
+        true = exact.attend(q[:, :, queries].double(), k[one], v[one], plan)
+        check((out[:, :, queries], lse[:, :, queries]), true, torch.float16)
 
 
 def test_attention_is_captured_in_a_graph() -> None:
-    """Replayed with other lengths, the graph gives what a call does: nothing was read on the host."""
+    """Replayed with other lengths and pages, the graph gives what a call does: the host was asked nothing."""
     q = torch.randn(2, 9, 8, 64, device=GPU, dtype=torch.bfloat16)
-    k, v = (torch.randn(2, 4, 3000, 64, device=GPU, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(4, 60 * 128, 64, device=GPU, dtype=torch.bfloat16) for _ in range(2))
     lengths, tree = torch.tensor([10, 20], device=GPU), random_tree(9)
+    tables = torch.randperm(60, device=GPU).int()[:48].view(2, 24)
     backend = choose_backend("triton")
 
     def run() -> tuple[Tensor, Tensor]:
-        plan = backend.plan(lengths, 9, tree)
+        plan = AttentionPlan(lengths, tables, 128, 9, tree.expand(2, -1, -1))
         return backend.attend(q, k, v, plan)[0], backend.prefix(q, k, v, plan)[0]
 
     run()
@@ -105,6 +113,7 @@ def test_attention_is_captured_in_a_graph() -> None:
         captured = run()
     for now in ([0, 2991], [1500, 1], [2048, 128]):
         lengths.copy_(torch.tensor(now))
+        tables.copy_(torch.randperm(60, device=GPU).int()[:48].view(2, 24))
         graph.replay()
         for one, other in zip(captured, run(), strict=True):
             assert torch.equal(one, other)

@@ -1,30 +1,31 @@
-"""Replayed rounds on a GPU: the tokens of vanilla and of the CPU, one launch each, and nobody waits."""
+"""Captured rounds on a GPU: the words of the plain engine, one launch each, and nobody waits."""
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from longspec.api import prepare_draft
 from longspec.attention import choose_backend
-from longspec.config import DraftConfig
-from longspec.decoding.accept import accept_coupled
 from longspec.decoding.choose import Sampling
-from longspec.decoding.device import DeviceRounds, RoundStore, needs_no_host
-from longspec.decoding.loop import DecodeState, Method, decode, start
-from longspec.decoding.methods.make import MethodOptions, make_method
-from longspec.decoding.row import Row
-from longspec.models.draft import DraftHead, GlideDraft
-from longspec.models.target import Transformer
-from tests.decoding.scripted import tiny_target
+from longspec.decoding.methods.make import MethodOptions
+from longspec.engine.engine import Engine
+from longspec.engine.sequence import Sequence
+from tests.decoding.scripted import ask, tiny_draft, tiny_engine, tiny_target
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-GPU = torch.device("cuda")
-LENGTHS = (17, 3, 40)
-SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(0.8, top_p=0.9)}
+DEVICES = [
+    "cuda",
+    pytest.param("cuda:1", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")),
+]
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(0.8, top_p=0.9),
+    "penalty": Sampling(1.1, 20, 0.9, 0.0, 1.2),
+}
 METHODS = {
     "vanilla": MethodOptions("vanilla"),
     "seq": MethodOptions("seq", gamma=4),
@@ -32,50 +33,86 @@ METHODS = {
     "copying": MethodOptions("tree", tree_shape=(4, 8, 8), max_nodes=16, num_copied=6),
     "magicdec": MethodOptions("magicdec", gamma=3, sinks=2, window=6),
     "lookup": MethodOptions("lookup", gamma=4),
+    "auto": MethodOptions("auto"),
 }
+PROMPTS = [[(7 * place * place + 3) % 40 for place in range(length)] for length in (17, 3, 40, 200)]
 
 
-def models(device: torch.device) -> tuple[Transformer, tuple[GlideDraft, DraftHead]]:
-    """A random target and a random draft that uses everything a draft may."""
-    target = tiny_target(3, vocab_size=40, num_layers=3, hidden_size=64, head_dim=32).to(device)
-    target.attention = choose_backend("triton")
-    config = DraftConfig(window=8, cross_layers=(0, -1), use_feature=True, lag_gate=True)
-    draft = GlideDraft(target.config, config)
-    draft.initialise(torch.Generator().manual_seed(2), std=0.3)
-    return target, prepare_draft(draft.to(device), target)
+def engine_on(device: str, **sizes: int) -> Engine:
+    """A random target and draft, by our kernels where there is a GPU."""
+    target = tiny_target(3, vocab_size=40, num_layers=3, hidden_size=64, head_dim=32, max_length=8192).to(
+        device
+    )
+    target.attention = choose_backend("torch" if device == "cpu" else "triton")
+    engine = tiny_engine(target, tiny_draft(target), **{"max_length": 320, "num_pages": 120} | sizes)
+    assert engine.models.fused == (device != "cpu")
+    return engine
 
 
-def prepared(target: Transformer, sampling: Sampling, batch: int, max_new_tokens: int) -> DecodeState:
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(40, (n,), generator=generator).tolist() for n in LENGTHS[:batch]]
-    rows = [
-        Row(prompt, 5 + index, max_new_tokens - 4 * index, frozenset({39}))
-        for index, prompt in enumerate(prompts)
-    ]
-    cache = target.new_cache(batch, max(LENGTHS) + max_new_tokens + 32)
-    return start(target, cache, rows, sampling)
-
-
-def answers(
-    target: Transformer, method: Method, sampling: Sampling, batch: int, max_new_tokens: int = 60
-) -> list[list[int]]:
-    state = prepared(target, sampling, batch, max_new_tokens)
-    rounds = RoundStore() if needs_no_host(state, method) else None
-    for _ in decode(state, method, accept_coupled, chunk=16, rounds=rounds):
-        pass
-    return [row.tokens for row in state.rows]
-
-
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_replayed_rounds_say_what_vanilla_says_and_what_the_cpu_says(batch: int, sampling: Sampling) -> None:
-    on_cpu = tiny_target(3, vocab_size=40, num_layers=3, hidden_size=64, head_dim=32)
-    expected = answers(on_cpu, make_method(METHODS["vanilla"], sampling, None)[0], sampling, batch)
-    target, drafting = models(GPU)
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_captured_rounds_say_what_the_plain_engine_says(device: str, batch: int, sampling: Sampling) -> None:
+    expected = ask(engine_on("cpu"), PROMPTS[-batch:], sampling=sampling, seed=5, new=60)
+    engine = engine_on(device)
     for name, options in METHODS.items():
-        method, _ = make_method(options, sampling, drafting)
-        assert (method.device_key is None) == (name == "lookup")
-        assert answers(target, method, sampling, batch) == expected, name
+        found = ask(engine, PROMPTS[-batch:], options, sampling, seed=5, new=60)
+        assert [one.tokens for one in found] == [one.tokens for one in expected], name
+    assert engine.statistics.num_captures > 0
+    engine.close()
+
+
+def test_methods_samplings_and_ends_at_once() -> None:
+    """With few pages, so that some are paused."""
+    rng = random.Random(1)
+    plain, engine = engine_on("cpu"), engine_on("cuda", num_pages=36, max_rows=6)
+
+    def sequences() -> list[Sequence]:
+        rng.seed(2)
+        return [
+            Sequence(
+                [rng.randrange(40) for _ in range(rng.choice((1, 16, 17, 90)))], rng.randrange(1, 100),
+                rng.choice([*SAMPLINGS.values()]), index, frozenset({index}), rng.choice([*METHODS.values()]),
+            )
+            for index in range(24)
+        ]  # fmt: skip
+
+    expected, found = sequences(), sequences()
+    for one in expected:
+        plain.run([one])
+    engine.run(found)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert [one.finish_reason for one in found] == [one.finish_reason for one in expected]
+    assert engine.statistics.num_paused > 0
+    engine.close()
+    assert engine.statistics.held_pages == 0
+
+
+def test_requests_of_all_lengths_capture_nothing_anew() -> None:
+    """200 prompts of 10 to 7,000 tokens: a capture for each method, number of rows and form, and no more."""
+    rng, new = random.Random(0), 12
+    engine = engine_on("cuda", max_length=7100, num_pages=2000, max_rows=4)
+    used = [METHODS[name] for name in ("vanilla", "tree")]
+    done = 0
+    for _ in range(50):
+        asked = [
+            Sequence(
+                [rng.randrange(40) for _ in range(rng.randrange(10, 7001))], new,
+                rng.choice((Sampling(), SAMPLINGS["sampled"])), done + index, options=rng.choice(used),
+            )
+            for index in range(4)
+        ]  # fmt: skip
+        engine.run(asked)
+        assert all(len(one.tokens) == new for one in asked)
+        done += len(asked)
+    assert done == 200
+    rounds = len(used) * len(engine.device.buckets) * 2
+    segments, rings = 2 * 6, len(engine.device.buckets)
+    assert engine.statistics.num_captures <= rounds + segments + rings
+    captured = engine.statistics.num_captures
+    engine.run([Sequence([3] * 6999, new, options=used[1])])
+    assert engine.statistics.num_captures == captured
+    engine.close()
 
 
 def calls_between_launches(recorded: profile) -> list[str]:
@@ -89,64 +126,51 @@ def calls_between_launches(recorded: profile) -> list[str]:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("name", ["vanilla", "seq", "tree", "magicdec"])
+@pytest.mark.parametrize("name", ["vanilla", "seq", "copying", "magicdec", "lookup"])
 def test_a_round_is_one_launch_and_waits_for_nobody(name: str, sampling: Sampling) -> None:
-    num_rounds = 20
-    target, drafting = models(GPU)
-    method, _ = make_method(METHODS[name], sampling, drafting)
-    state = prepared(target, sampling, 1, 400)
-    with torch.inference_mode():
-        state.cache.keys.zero_()
-        state.cache.values.zero_()
-        state.cache.lengths.fill_(LENGTHS[0])
-        rounds = DeviceRounds(state, method).run(state)
+    num_rounds, engine = 20, engine_on("cuda")
+    ask(engine, PROMPTS[:1], METHODS[name], sampling)
+    method = engine._method((METHODS[name], False))
+    with engine.paused() as device:
+        sampled = sampling != Sampling()
+        device.slots.running[0] = True
+
+        def run() -> None:
+            device.round((METHODS[name], False), method, 1, [True], sampled)
+
         for _ in range(5):
-            next(rounds)
+            run()
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
             for _ in range(num_rounds):
-                next(rounds)
+                run()
+        device.release([0])
     calls = calls_between_launches(recorded)
     counts = {call: calls.count(call) for call in calls}
     assert sum(call.startswith("cudaGraphLaunch") for call in calls) == num_rounds, counts
-    assert not [call for call in calls if "LaunchKernel" in call or "Malloc" in call], counts
-    # The host may wait for the event of a round that it reads, while the next one runs; for nothing else.
-    assert {call for call in calls if "Synchronize" in call} <= {"cudaEventSynchronize"}, counts
+    assert not [call for call in calls if "LaunchKernel" in call], counts
+    assert not [call for call in calls if "Synchronize" in call], counts
     # Each round's report is copied once, without waiting.
-    copies = [call for call in calls if "Memcpy" in call]
-    assert copies == ["cudaMemcpyAsync"] * (num_rounds - 1), counts
+    assert [call for call in calls if "Memcpy" in call] == ["cudaMemcpyAsync"] * (num_rounds - 1), counts
 
 
-@pytest.mark.parametrize("name", ["vanilla", "copying"])
-def test_kept_rounds_outlive_a_longer_text_elsewhere(name: str) -> None:
-    """The target's table of rotations grows, as when `auto` measures; graphs that read the old one go on."""
-    target, drafting = models(GPU)
-    method, _ = make_method(METHODS[name], Sampling(), drafting)
-    store, said = RoundStore(), []
-    cache = target.new_cache(1, max(LENGTHS) + 92)
-    for grows in (False, True):
-        if grows:
-            target.rope.reserve(2**20)
-            torch.cuda.empty_cache()  # an old table that nobody holds is unmapped
-            rubbish = [torch.full_like(target.rope.table, torch.nan) for _ in range(4)]
-            del rubbish
-        cache.lengths.zero_()
-        state = start(target, cache, prepared(target, Sampling(), 1, 60).rows, Sampling())
-        for _ in decode(state, method, accept_coupled, chunk=16, rounds=store):
-            pass
-        said.append(state.rows[0].tokens)
-    assert said[0] == said[1]
+def test_what_is_prepared_is_not_captured_later() -> None:
+    engine = engine_on("cuda")
+    engine.prepare(4)
+    captured = engine.statistics.num_captures
+    assert captured > 0
+    for sampling in SAMPLINGS.values():
+        ask(engine, PROMPTS[:3], METHODS["vanilla"], sampling)
+    assert engine.statistics.num_captures == captured
 
 
-def test_threads_capture_side_by_side() -> None:
-    """Others decode and allocate while one captures, and they take turns to capture."""
-    target, drafting = models(GPU)
-    jobs = [(name, sampling) for name in ("vanilla", "copying", "seq") for sampling in SAMPLINGS.values()]
+def test_threads_share_an_engine() -> None:
+    engine = engine_on("cuda")
+    jobs = [(name, sampling) for name in METHODS for sampling in SAMPLINGS.values()]
 
     def answer(job: tuple[str, Sampling]) -> list[list[int]]:
-        method, _ = make_method(METHODS[job[0]], job[1], drafting)
-        return answers(target, method, job[1], 3)
+        return [one.tokens for one in ask(engine, PROMPTS[:3], METHODS[job[0]], job[1])]
 
-    with ThreadPoolExecutor(3) as pool:
-        together = [list(pool.map(answer, jobs)) for _ in range(3)]
-    assert together == [[answer(job) for job in jobs]] * 3
+    with ThreadPoolExecutor(6) as pool:
+        together = [list(pool.map(answer, jobs)) for _ in range(2)]
+    assert together == [[answer(job) for job in jobs]] * 2

@@ -8,6 +8,8 @@ A program of its own, because the tests run the kernels in Triton's interpreter,
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from longspec.attention.triton_backend import TritonAttention
+from longspec.cache import Pages
+from longspec.decoding.methods.make import MethodOptions, make_method
+from longspec.decoding.round import Models, run_round
+from longspec.engine.device import Device
+from longspec.engine.fill import read_into_rings, take_segments
 from longspec.kernels import attention, launch, linear
 from longspec.kernels.attention import attend
 from longspec.kernels.choose import choose_tokens
@@ -31,8 +39,17 @@ from longspec.kernels.settle import settle_round
 from longspec.kernels.silu import silu_mul
 from longspec.kernels.topk import best_children
 from longspec.kernels.tree import claim_newest, prune, segment_places, tree_sees
+from longspec.models.draft import DraftHead
+from tests.decoding.scripted import tiny_draft, tiny_target
 
 PAGE = 128
+METHODS = (
+    MethodOptions("vanilla"),
+    MethodOptions("seq", gamma=2),
+    MethodOptions("tree", tree_shape=(4, 40), max_nodes=16, num_copied=6),
+    MethodOptions("magicdec", gamma=2, sinks=2, window=6),
+    MethodOptions("lookup", gamma=3),
+)
 
 
 class Hopper:
@@ -220,18 +237,39 @@ def check_ahead(work: Callable[[], object], held: list[Tensor], names: Called) -
     assert not names[None], names[None]
 
 
+class AnywhereAttention(TritonAttention):
+    """Tensors that no GPU holds are the kernels' business too: nothing is run."""
+
+    def can_fuse(self, x: Tensor, head_dim: int) -> bool:
+        return True
+
+
 def check_rounds_ahead(names: Called) -> None:
-    """Whole rounds, compiled ahead: to be filled in by the engine, with `check_ahead` for each method's round
-    and for a turn of prefill. Until then one short sequence of launches stands for them."""
-    tables, k = some_tables(2), halves(3, 1024, 64)
-    q, lengths, rows = halves(2, 3, 9, 64), numbers(2), some_rows(2, 300, 4, True)
-
-    def work() -> None:
-        _, positions, _ = tree_sees(numbers(2, 3), 2, lengths, tables, PAGE)
-        attend(q, k, k, lengths, tables, PAGE)
-        choose_tokens(torch.zeros(6, 300), rows, lengths, positions.flatten(), True)
-
-    check_ahead(work, [k, lengths, tables], names)
+    """Rounds of every method, a pass over segments of prompts, and one that has the draft read texts."""
+    target = tiny_target(3, vocab_size=40, num_layers=3, hidden_size=64, head_dim=32).bfloat16()
+    target.attention = AnywhereAttention()
+    draft = tiny_draft(target).bfloat16()
+    # What a kernel should have written is then the largest integer, which no table has an entry for.
+    torch.use_deterministic_algorithms(True)
+    pages = Pages.empty(target.config, 4, PAGE, target.device, target.dtype)
+    models = Models(target, pages, True, draft, DraftHead(target, None))
+    device = Device(models, 2, 128, 64)
+    rows = device.slots.first(2)
+    parts = [getattr(rows, field.name) for field in fields(rows)]
+    held = [pages.keys, pages.values, *(part for part in parts if isinstance(part, Tensor))]
+    rows.lengths.fill_(3)
+    with torch.inference_mode():
+        for sampled in (False, True):
+            for options in METHODS:
+                for draws in (
+                    (False, True) if sampled and options.method in ("tree", "magicdec") else (False,)
+                ):
+                    method = make_method(options, draft, draws, on_cpu=False)
+                    check_ahead(partial(run_round, models, rows, method, sampled), held, names)
+            work = device._describe([], 4)
+            check_ahead(partial(take_segments, models, device.slots, work, sampled), held, names)
+        goals = torch.tensor([device.max_rows] * 2)
+        check_ahead(partial(read_into_rings, models, device.slots, goals), held, names)
 
 
 def check_ampere() -> None:

@@ -171,8 +171,12 @@ def _num_bytes(text: str) -> int:
     return int(float(found[1]) * base ** (" kmgt".index(found[2][:1] or " ")))
 
 
-def load(arguments: argparse.Namespace, calibrate: bool) -> LongSpec:
-    """The model that the flags name; it is measured only where `calibrate` says that method auto will run."""
+def load(arguments: argparse.Namespace, calibrate: bool, max_rows: int | None = None) -> LongSpec:
+    """The model that the flags name; it is measured only where `calibrate` says that method auto will run.
+
+    `max_rows` is how many prompts the command answers at once, where no flag says otherwise: fewer rows are
+    measured and captured sooner.
+    """
     from longspec.api import LongSpec
 
     return LongSpec.from_pretrained(
@@ -187,7 +191,7 @@ def load(arguments: argparse.Namespace, calibrate: bool) -> LongSpec:
         calibrate=calibrate,
         attention=arguments.attention,
         draft_dtype=arguments.draft_dtype,
-        max_rows=arguments.max_rows,
+        max_rows=arguments.max_rows or max_rows,
         kv_memory=arguments.kv_memory,
     )
 

@@ -239,7 +239,7 @@ def _bench(arguments: argparse.Namespace, settings: Settings, workloads: Workloa
 
     name = f"bench-{arguments.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(arguments.output or Path("outputs") / name)
-    model = load(arguments, calibrate="auto" in settings.methods)
+    model = load(arguments, "auto" in settings.methods, settings.batch)
     chosen = workloads(model)
     others: list[Transformers] = []
     missing: dict[str, str] = {}

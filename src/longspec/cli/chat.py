@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longspec.errors import UserError
 
     chosen = options(arguments)
-    model = load(arguments, calibrate=arguments.calibrate and arguments.method == "auto")
+    model = load(arguments, calibrate=arguments.calibrate and arguments.method == "auto", max_rows=1)
     if not model.tokenizer.chat_template:
         raise UserError(f"{model.name} has no chat template; use `longspec generate --raw` with it")
     opening = [{"role": "system", "content": arguments.system}] if arguments.system else []

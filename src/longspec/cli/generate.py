@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{flag} is for people and --json for machines; give one of them")
     prompt = read_prompt(arguments)
     chosen = options(arguments)
-    model = load(arguments, calibrate=arguments.calibrate and arguments.method == "auto")
+    model = load(arguments, calibrate=arguments.calibrate and arguments.method == "auto", max_rows=1)
     if arguments.json:
         print(json.dumps(model.generate(prompt, **chosen).to_json()))
         return 0

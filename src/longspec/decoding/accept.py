@@ -90,4 +90,5 @@ def accept_coupled(tree: TokenTree, logits_at: LogitsAt, rows: Slots, sampled: b
 
 def mark(seen: Tensor, tokens: Tensor) -> Tensor:
     """`seen` [B, V] with one more token per row."""
-    return seen.scatter(1, tokens[:, None], True)
+    # Clamped, because tokens are arbitrary while kernels are only compiled (`compile_for`).
+    return seen.scatter(1, tokens.clamp(0, seen.shape[1] - 1)[:, None], True)

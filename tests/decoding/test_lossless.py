@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from longspec import Generation, LongSpec, UserError
 from longspec.api import prepare_draft
-from longspec.engine.make import make_engine
 from longspec.cache import DraftRing
 from longspec.config import DraftConfig
 from longspec.decoding.choose import Sampling
@@ -24,6 +23,7 @@ from longspec.decoding.round import Models
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 from longspec.engine.engine import Engine
+from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.models.draft import GlideDraft
 from tests.decoding.scripted import (
@@ -71,8 +71,7 @@ def large(_loaded: LongSpec) -> Iterator[Engine]:
     """The default target with a random draft."""
     draft = tiny_draft(_loaded.target, window=16, max_lag=32, std=0.02)
     engine = tiny_engine(_loaded.target, draft, max_length=256)
-    yield engine
-    engine.close()
+    return engine
 
 
 _VANILLA: dict[Any, list[Sequence]] = {}
@@ -190,8 +189,7 @@ def drafting(smollm2: LongSpec, request: pytest.FixtureRequest) -> Iterator[Long
     draft.initialise(torch.Generator().manual_seed(3))
     made = prepare_draft(draft, smollm2.target)
     engine = make_engine(smollm2.target, *made, max_length=8192, max_rows=2, kv_memory=2**30)
-    yield LongSpec(engine, smollm2.encoder, "random", draft_name="random")
-    engine.close()
+    return LongSpec(engine, smollm2.encoder, "random", draft_name="random")
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 5}], ids=str)
@@ -305,7 +303,6 @@ def test_any_tree_of_any_shape_on_a_tiny_model(
         assert [one.tokens for one in asked] == [one.tokens for one in expected], options
         for one in asked:
             check_figures(one)
-    engine.close()
 
 
 @pytest.mark.parametrize("temperature", ["greedy", "0.7"])

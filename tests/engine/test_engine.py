@@ -63,8 +63,7 @@ def small_engine(**sizes: int) -> Engine:
 def engine() -> Iterator[Engine]:
     """With room for everything."""
     made = small_engine(num_pages=80, max_rows=4)
-    yield made
-    made.close()
+    return made
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,6 @@ def answered_alone(wish: Wish) -> Sequence:
     """By an engine of its own."""
     engine, sequence = small_engine(), wish.sequence()
     engine.run([sequence])
-    engine.close()
     return sequence
 
 
@@ -126,7 +124,8 @@ def check(wish: Wish, sequence: Sequence) -> None:
 
 def check_rests(engine: Engine) -> None:
     """Nothing is held or promised any more, once the engine has come to rest."""
-    engine.close()
+    with engine.paused():
+        pass
     assert engine.statistics.held_pages == 0
     assert not engine.scheduler.seats
     assert not engine.scheduler.waiting
@@ -153,19 +152,20 @@ def submit_by_and_by(engine: Engine, planned: list[Wish]) -> list[Sequence]:
     news: SimpleQueue[Sequence] = SimpleQueue()
     sequences = [wish.sequence() for wish in planned]
     for wish, sequence in zip(planned, sequences, strict=True):
-        sequence.inbox = news
+        sequence.on_news = news.put
         if wish.cancelled_at is not None:
             sequence.stop_after = canceller(engine, sequence, wish.cancelled_at)
     started: list[Sequence] = []
-    for wish, sequence in zip(planned, sequences, strict=True):
-        for _ in range(wish.after):
-            if all(one.finished for one in started):
-                break
+    with engine.serving():
+        for wish, sequence in zip(planned, sequences, strict=True):
+            for _ in range(wish.after):
+                if all(one.finished for one in started):
+                    break
+                news.get(timeout=20)
+            engine.submit([sequence])
+            started.append(sequence)
+        while not all(one.finished for one in sequences):
             news.get(timeout=20)
-        engine.submit([sequence])
-        started.append(sequence)
-    while not all(one.finished for one in sequences):
-        news.get(timeout=20)
     return sequences
 
 
@@ -235,7 +235,7 @@ def test_one_that_never_fits_fails_alone() -> None:
     small = Sequence([2] * 10, 8, options=METHODS["tree"])
     with pytest.raises(UserError, match="KV memory of 48 tokens is too small"):
         engine.run([large, small])
-    engine.stop(small)
+    engine.lead(lambda: small.finished)
     again = Sequence([2] * 10, 8, options=METHODS["tree"])
     engine.run([again])
     assert small.tokens == again.tokens
@@ -253,15 +253,14 @@ def test_what_is_refused_leaves_nothing_behind(engine: Engine) -> None:
 
 def test_cancelling_frees_slot_and_pages_at_once(engine: Engine) -> None:
     other = Sequence([9, 8, 7], 80, seed=1, options=METHODS["vanilla"])
-    one = Sequence([1, 2, 3], 80, seed=1, options=METHODS["tree"], inbox=SimpleQueue())
+    one = Sequence([1, 2, 3], 80, seed=1, options=METHODS["tree"])
     held: list[int] = []
     other.stop_after = lambda token: bool(held.append(len(engine.scheduler.seats)))
     engine.submit([one])
-    assert one.inbox is not None
-    one.inbox.get(timeout=20)
+    engine.lead(lambda: bool(one.tokens))
     worker = threading.Thread(target=engine.run, args=([other],))
     worker.start()
-    engine.stop(one)
+    engine.cancel(one)
     assert all(seat.sequence is not one for seat in engine.scheduler.seats.values())
     said = len(one.tokens)
     assert one.finish_reason == "closed"
@@ -361,13 +360,11 @@ def test_a_long_prompt_holds_nobody_up_for_more_than_a_chunk(
     take, run_round = engine.device.take, engine.device.round
     monkeypatch.setattr(engine.device, "take", lambda *args: events.append("chunk") or take(*args))
     monkeypatch.setattr(engine.device, "round", lambda *args: events.append("round") or run_round(*args))
-    long = Sequence([place % V for place in range(90)], 4, options=VANILLA, inbox=SimpleQueue())
+    long = Sequence([place % V for place in range(90)], 4, options=VANILLA)
     short = Sequence([1, 2, 3], 60, options=METHODS["seq"])
     short.stop_after = lambda token: bool(len(short.tokens) == 3 and engine.submit([long]))
     engine.run([short])
-    assert long.inbox is not None
-    while not long.finished:
-        long.inbox.get(timeout=20)
+    engine.lead(lambda: long.finished)
     begin = events.index("chunk", 1)
     end = len(events) - events[::-1].index("chunk")
     assert events[begin:end] == ["chunk", "round"] * 5 + ["chunk"]
@@ -392,10 +389,8 @@ def test_larger_trees_than_there_was_room_for(engine: Engine) -> None:
     running = Sequence([1, 2, 3], 60, Sampling(0.8), options=METHODS["tree"])
     wide = Sequence([4, 5], 20, Sampling(0.8), options=MethodOptions("tree", tree_shape=(20, 60, 60)))
     running.stop_after = lambda token: bool(len(running.tokens) == 9 and engine.submit([wide]))
-    wide.inbox = SimpleQueue()
     engine.run([running])
-    while not wide.finished:
-        wide.inbox.get(timeout=20)
+    engine.lead(lambda: wide.finished)
     for one in (running, wide):
         alone = Sequence(one.prompt, one.max_new_tokens, one.sampling, one.seed, options=VANILLA)
         engine.run([alone])

@@ -59,7 +59,6 @@ def test_captured_rounds_say_what_the_plain_engine_says(device: str, batch: int,
         found = ask(engine, PROMPTS[-batch:], options, sampling, seed=5, new=60)
         assert [one.tokens for one in found] == [one.tokens for one in expected], name
     assert engine.statistics.num_captures > 0
-    engine.close()
 
 
 def test_methods_samplings_and_ends_at_once() -> None:
@@ -84,7 +83,6 @@ def test_methods_samplings_and_ends_at_once() -> None:
     assert [one.tokens for one in found] == [one.tokens for one in expected]
     assert [one.finish_reason for one in found] == [one.finish_reason for one in expected]
     assert engine.statistics.num_paused > 0
-    engine.close()
     assert engine.statistics.held_pages == 0
 
 
@@ -112,7 +110,6 @@ def test_requests_of_all_lengths_capture_nothing_anew() -> None:
     captured = engine.statistics.num_captures
     engine.run([Sequence([3] * 6999, new, options=used[1])])
     assert engine.statistics.num_captures == captured
-    engine.close()
 
 
 def calls_between_launches(recorded: profile) -> list[str]:

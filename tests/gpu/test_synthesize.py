@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from longspec.engine.make import make_engine
 from longspec.config import ModelConfig
 from longspec.decoding.choose import Sampling
 from longspec.decoding.methods.make import MethodOptions
+from longspec.engine.make import make_engine
 from longspec.engine.memory import kv_bytes
 from longspec.engine.sequence import Sequence
 from longspec.models.target import Transformer

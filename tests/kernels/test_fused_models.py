@@ -82,7 +82,6 @@ def answers(
     prompt = [3, 1, 4, 1, 5] * 4
     asked = [Sequence(prompt[: 17 + 3 * row], 6 - row, sampling, row, options=options) for row in range(2)]
     engine.run(asked)
-    engine.close()
     return asked
 
 

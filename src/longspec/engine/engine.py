@@ -149,18 +149,19 @@ class Engine:
         """Put sequences into the line; they are answered while anyone leads (`run`, `lead`, `serving`)."""
         asked = list(sequences)
         for sequence in asked:
-            self._receive(sequence)
+            self._check(sequence)
         for sequence in asked:
+            sequence.submitted_at = time.perf_counter()
             self._orders.put(("add", sequence))
 
-    def _receive(self, sequence: Sequence) -> None:
+    def _check(self, sequence: Sequence) -> None:
         """Refuse what can never be answered."""
         pool = self.scheduler.pool
         most = min(self.max_length, pool.num_pages * pool.size)
         if sequence.limit > most:
             raise UserError(f"a sequence of {sequence.limit} tokens exceeds the engine's {most}")
-        self._method((sequence.options, False), sequence.options.method == "auto")  # refuses early
-        sequence.submitted_at = time.perf_counter()
+        if sequence.options.method != "auto":
+            self._method((sequence.options, False))  # refuses what it cannot make
 
     def run(self, sequences: list[Sequence]) -> None:
         """Answer these; what goes wrong is raised."""
@@ -287,10 +288,16 @@ class Engine:
     @contextlib.contextmanager
     def paused(self) -> Iterator[Device]:
         """The device for the caller alone; no sequence may be there."""
-        with self._leads:
+        with self._leads, torch.inference_mode(), on_device(self.models.target.device):
+            self._leader = threading.get_ident()
+            while self._flight:
+                self._read()
             assert not self._is_busy, "sequences are being answered"
-            with torch.inference_mode(), on_device(self.models.target.device):
+            try:
                 yield self.device
+            finally:
+                self._leader = None
+        self._tell()
 
     def prepare(self, max_rows: int = 1) -> None:
         """Record what a first sequence, or so many at once, will replay, so that none has to wait for it."""
@@ -498,9 +505,7 @@ class Engine:
             return VANILLA, matches
         return replace(picked, acceptance=options.acceptance), matches
 
-    def _method(self, group: Group, is_auto: bool = False) -> Method:
-        if is_auto:
-            return self._method((VANILLA, False))
+    def _method(self, group: Group) -> Method:
         if group not in self._methods:
             on_cpu = not self.models.fused
             width = self.width if group[0] in self._options.values() else 0

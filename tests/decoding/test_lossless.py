@@ -222,8 +222,8 @@ def test_nan_in_the_draft_changes_nothing(drafting: LongSpec) -> None:
 
 def test_a_long_prompt_is_lossless_and_the_drafts_memory_flat(drafting: LongSpec) -> None:
     text = "".join(f"Item {i} costs {i * 7 % 90} coins and lies on shelf {i % 13}. " for i in range(420))
-    ids = drafting.tokenizer(text + "What does item 12 cost?")["input_ids"][-6000:]
-    assert len(ids) == 6000
+    ids = drafting.tokenizer(text + "What does item 12 cost?")["input_ids"][-2000:]
+    assert len(ids) == 2000
     expected = drafting.generate(ids, max_new_tokens=16, method="vanilla")
     method_options: list[dict[str, Any]] = [
         {"method": "seq"},

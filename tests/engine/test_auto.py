@@ -176,7 +176,6 @@ def test_costs_lie_on_lines_and_what_rows_cost_is_derived() -> None:
     costs = Costs({name: {1: [(256, seconds)]} for name, seconds in one.items()}, options)
     assert costs.seconds("seq 2", 1, 300) == 1.5
     many = [costs.seconds(name, 4, 300) for name in one]
-    assert many == sorted([many[0], many[2], many[1]])[:1] + [many[1], many[2]]
     assert many[0] < many[2] < many[1]
     assert Costs({}, {}).seconds("vanilla", 1, 1) == 1 < Costs({}, {}).seconds("seq 2", 1, 1)
 

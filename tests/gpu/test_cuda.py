@@ -1,4 +1,4 @@
-"""What must hold on a GPU: the same noise, and methods of torch's own attention that say what the CPU says."""
+"""What must hold on a GPU: the same noise, and by torch's own attention the CPU's words."""
 
 from __future__ import annotations
 

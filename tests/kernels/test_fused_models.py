@@ -65,7 +65,7 @@ METHODS = {
     "auto": MethodOptions("auto", max_nodes=2),
     "drawn": MethodOptions("tree", tree_shape=(2, 2), acceptance="rejection"),
 }
-SLOW = ("tree", "magicdec", "auto", "drawn")
+SLOW = ("auto", "drawn")
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(0.8, top_p=0.9, repetition_penalty=1.2)}
 
 

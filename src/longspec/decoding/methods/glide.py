@@ -16,7 +16,7 @@ from longspec.decoding.rejection import draw_children
 from longspec.decoding.round import Models
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree, ancestors
-from longspec.models.draft import GlideDraft
+from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.draft_passes import FusedDraftPass, PlainDraftPass
 
 # Wider levels are faster by torch's own top-k.
@@ -184,6 +184,7 @@ class _PlainDrafting(_Drafting):
 
     def hidden(self, level: range, depth: int, feature: Tensor | None) -> Tensor:
         rows, ring, target = self.rows, self.ring, self.models.target
+        entries: Tensor | None
         if depth == 0:
             tokens, positions, entries = self.tokens, self.positions, self.entries
         else:
@@ -268,6 +269,7 @@ def _grow(
     if models.fused and width <= _WIDEST:
         from longspec.kernels.topk import best_children
 
+        assert isinstance(models.head, DraftHead)
         temperature = None if noise is None else rows.sampling.temperature
         best_children(logits, tree, level, width, temperature, noise, models.head.vocab_ids)
         return

@@ -199,7 +199,7 @@ def test_a_drawn_tree_is_no_larger_than_it_says(shape: tuple[int, ...], max_node
         sizes.append(propose(*args).num_nodes)
         return propose(*args)
 
-    method.propose = noting  # type: ignore[method-assign]
+    method.propose = noting  # type: ignore[method-assign, assignment]
     engine.run([Sequence([1, 2, 3], 9, Sampling(0.8), options=options)])
     assert set(sizes) == {method.num_nodes}
     assert method.num_nodes > sum(shape[:1])

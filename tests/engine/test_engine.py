@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -53,14 +53,13 @@ def models() -> tuple[Any, Any]:
     return target, tiny_draft(target)
 
 
-def small_engine(**sizes: int) -> Engine:
-    return tiny_engine(
-        *models(), **{"max_length": 96, "max_rows": 3, "num_pages": 22, "page_size": PAGE} | sizes
-    )
+def small_engine(**sizes: Any) -> Engine:
+    chosen: dict[str, Any] = {"max_length": 96, "max_rows": 3, "num_pages": 22, "page_size": PAGE} | sizes
+    return tiny_engine(*models(), **chosen)
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
+def engine() -> Engine:
     """With room for everything."""
     made = small_engine(num_pages=80, max_rows=4)
     return made
@@ -178,6 +177,17 @@ def canceller(engine: Engine, sequence: Sequence, at: int) -> Any:
     return stop_after
 
 
+def submitter(engine: Engine, sequence: Sequence, at: int, other: Sequence) -> Callable[[int], bool]:
+    """Submits the other once the sequence has said so many tokens."""
+
+    def stop_after(token: int) -> bool:
+        if len(sequence.tokens) == at:
+            engine.submit([other])
+        return False
+
+    return stop_after
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(wishes, min_size=2, max_size=7))
 def test_each_says_what_it_says_alone(planned: list[Wish]) -> None:
@@ -255,7 +265,12 @@ def test_cancelling_frees_slot_and_pages_at_once(engine: Engine) -> None:
     other = Sequence([9, 8, 7], 80, seed=1, options=METHODS["vanilla"])
     one = Sequence([1, 2, 3], 80, seed=1, options=METHODS["tree"])
     held: list[int] = []
-    other.stop_after = lambda token: bool(held.append(len(engine.scheduler.seats)))
+
+    def note(token: int) -> bool:
+        held.append(len(engine.scheduler.seats))
+        return False
+
+    other.stop_after = note
     engine.submit([one])
     engine.lead(lambda: bool(one.tokens))
     worker = threading.Thread(target=engine.run, args=([other],))
@@ -330,17 +345,22 @@ def test_an_error_reaches_every_caller_and_the_engine_goes_on(
         return run_round(*args)
 
     monkeypatch.setattr(engine.device, "round", fails_once)
-    release = threading.Event()
+    held, release = threading.Event(), threading.Event()
 
     def wait_once(token: int) -> bool:
+        held.set()
         release.wait(20)
         return False
 
     first = Sequence([1], 60, options=VANILLA, stop_after=wait_once)
     callers = [first, Sequence([2], 60, options=VANILLA), Sequence([3], 60, options=METHODS["tree"])]
     with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(engine.run, [one]) for one in callers]
-        while engine._orders.qsize() < 2:
+        waiting = [pool.submit(engine.run, callers[:1])]
+        assert held.wait(20)
+        # The engine stands still, so that the others are there before it goes on.
+        waiting += [pool.submit(engine.run, [one]) for one in callers[1:]]
+        deadline = time.monotonic() + 20
+        while engine._orders.qsize() < 2 and time.monotonic() < deadline:
             time.sleep(0.001)
         release.set()
         for one in waiting:
@@ -358,11 +378,16 @@ def test_a_long_prompt_holds_nobody_up_for_more_than_a_chunk(
     monkeypatch.setattr(engine_module, "PLAIN_BESIDE", 16)
     events: list[str] = []
     take, run_round = engine.device.take, engine.device.round
-    monkeypatch.setattr(engine.device, "take", lambda *args: events.append("chunk") or take(*args))
-    monkeypatch.setattr(engine.device, "round", lambda *args: events.append("round") or run_round(*args))
+
+    def noted(event: str, call: Callable[..., Any], *args: Any) -> Any:
+        events.append(event)
+        return call(*args)
+
+    monkeypatch.setattr(engine.device, "take", partial(noted, "chunk", take))
+    monkeypatch.setattr(engine.device, "round", partial(noted, "round", run_round))
     long = Sequence([place % V for place in range(90)], 4, options=VANILLA)
     short = Sequence([1, 2, 3], 60, options=METHODS["seq"])
-    short.stop_after = lambda token: bool(len(short.tokens) == 3 and engine.submit([long]))
+    short.stop_after = submitter(engine, short, 3, long)
     engine.run([short])
     engine.lead(lambda: long.finished)
     begin = events.index("chunk", 1)
@@ -388,7 +413,7 @@ def test_larger_trees_than_there_was_room_for(engine: Engine) -> None:
     """The draft's ring is made anew, also below sequences that run."""
     running = Sequence([1, 2, 3], 60, Sampling(0.8), options=METHODS["tree"])
     wide = Sequence([4, 5], 20, Sampling(0.8), options=MethodOptions("tree", tree_shape=(20, 60, 60)))
-    running.stop_after = lambda token: bool(len(running.tokens) == 9 and engine.submit([wide]))
+    running.stop_after = submitter(engine, running, 9, wide)
     engine.run([running])
     engine.lead(lambda: wide.finished)
     for one in (running, wide):

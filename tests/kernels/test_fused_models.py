@@ -65,6 +65,7 @@ METHODS = {
     "auto": MethodOptions("auto", max_nodes=2),
     "drawn": MethodOptions("tree", tree_shape=(2, 2), acceptance="rejection"),
 }
+SLOW = ("auto", "drawn")
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(0.8, top_p=0.9, repetition_penalty=1.2)}
 
 
@@ -91,9 +92,12 @@ OURS = {"cross_layers": (0, 1), "final_norm": True, "qkv_bias": False, "intermed
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.full) if name in SLOW else name for name in METHODS]
+)
 def test_an_engine_says_the_same_words(method: str, sampling: str) -> None:
-    config = OURS if sampling == "greedy" else OTHER
+    # On a CPU the words of the text join a draft's own vocabulary, which changes what is drawn from it.
+    config = OURS if sampling == "greedy" or method == "drawn" else OTHER
     plain, fused = (answers(one, METHODS[method], SAMPLINGS[sampling], config) for one in ("torch", "triton"))
     assert [one.tokens for one in fused] == [one.tokens for one in plain]
     if method != "lookup":  # which proposes nothing by the host where no row has a match

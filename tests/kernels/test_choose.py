@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.decoding.choose import Sampling, choose, gumbel
+from longspec.decoding.choose import Sampling, SamplingRows, choose, gumbel
 from longspec.kernels.choose import choose_tokens
 from longspec.kernels.noise import gumbel_noise
 from longspec.kernels.topk import best_children
@@ -65,6 +65,14 @@ def random_rows(B: int, N: int, V: int, spread: float, seed: int) -> tuple[Tenso
     return logits, seeds, positions, torch.rand(B, V, generator=generator) < 0.3
 
 
+def choose_alike(
+    logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor, seen: Tensor
+) -> Tensor:
+    """`choose` for rows of the same settings."""
+    rows = SamplingRows.of([sampling] * len(logits), logits.shape[1], logits.device)
+    return choose(logits, rows, seeds, positions, True, seen)
+
+
 @pytest.mark.parametrize(
     ("V", "spread", "N", "rows"),
     [(40, 1.0, 2, None), (1500, 4.0, 3, None), (4999, 0.1, 1, None), (4999, 0.1, 8, 2)],
@@ -77,7 +85,7 @@ def test_rows_of_all_settings_choose_together(V: int, spread: float, N: int, row
         B = len(settings)
         logits, seeds, positions, seen = random_rows(B, N, V, spread, V + N)
         expected = [
-            choose(
+            choose_alike(
                 logits[b * N : (b + 1) * N],
                 sampling,
                 seeds[b].expand(N),
@@ -122,7 +130,9 @@ def test_the_penalty_knows_a_nodes_ancestors() -> None:
         expected, alone = (
             torch.cat(
                 [
-                    choose(logits.view(B, N, V)[b], s, seeds[b].expand(N), positions.view(B, N)[b], marks[b])
+                    choose_alike(
+                        logits.view(B, N, V)[b], s, seeds[b].expand(N), positions.view(B, N)[b], marks[b]
+                    )
                     for b, s in enumerate(settings)
                 ]
             )

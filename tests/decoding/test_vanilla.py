@@ -125,7 +125,7 @@ def test_closing_a_stream_frees_it_and_keeps_the_rest_whole(smollm2: LongSpec) -
     piece += next(stream)
     stream.close()
     assert stream.result.finish_reason == "closed"
-    assert stream.result.text == piece
+    assert stream.result.text.startswith(piece), "the engine may be ahead of who reads"
     assert list(stream) == []
     sequence = weakref.ref(stream._sequence)
     del stream

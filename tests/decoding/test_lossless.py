@@ -366,10 +366,7 @@ def test_a_chain_proposes_what_a_tree_one_node_wide_does(
     """Its nodes stand in the ring itself, and a tree's behind it."""
     target = tiny_target(3, vocab_size=10)
     config: dict[str, Any] = {"window": window, "max_lag": 8, "cross_layers": (0, 1), "final_norm": True}
-    draft = tiny_draft(target, std=0.4, draft_vocab=4, **config)
-    assert draft.vocab_ids is not None
-    draft.vocab_ids.copy_(torch.arange(4))
-    engine = tiny_engine(target, draft)
+    engine = tiny_engine(target, tiny_draft(target, std=0.4, **config))
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7], [8] * 30]
     run = partial(ask, engine, prompts, sampling=Sampling(temperature), new=40)
     expected = run(VANILLA)

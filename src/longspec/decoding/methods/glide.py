@@ -164,6 +164,9 @@ class _Drafting:
 
 
 class _PlainDrafting(_Drafting):
+    replaced: tuple[Tensor, Tensor] | None = None
+    """What stood where a chain's nodes stand now."""
+
     def _begin(self) -> None:
         rows, ring = self.rows, self.ring
         newest = ring.positions[:, : ring.window].max(1).values
@@ -180,7 +183,6 @@ class _PlainDrafting(_Drafting):
             # query sees is the ring, as far as it is filled. What was there is put back at the end.
             depths = torch.arange(1, self.tree[0].shape[1], device=newest.device)
             self.taken = (rows.lengths[:, None] + depths) % ring.window
-            self.replaced = ring.get(self.taken)
 
     def hidden(self, level: range, depth: int, feature: Tensor | None) -> Tensor:
         rows, ring, target = self.rows, self.ring, self.models.target
@@ -191,6 +193,9 @@ class _PlainDrafting(_Drafting):
             tokens = self.tree[0][:, level.start : level.stop]
             positions = (rows.lengths + depth)[:, None].expand_as(tokens)
             entries = positions % ring.window if self.chain else None
+            if self.chain and depth == 1:
+                # Not before: what the first pass has read may stand there.
+                self.replaced = ring.get(self.taken)
         run = PlainDraftPass(
             self.draft, ring, self.models.pages, target.attention, self.plan, target.rope(positions),
             entries, level.start, self._sees(level, depth), len(level),
@@ -209,7 +214,7 @@ class _PlainDrafting(_Drafting):
         return self.ring.sees(end[:, None].expand(-1, len(level)), nodes)
 
     def end(self) -> None:
-        if self.chain:
+        if self.replaced is not None:
             self.ring.put(self.taken, *self.replaced)
 
 

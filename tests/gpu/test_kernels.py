@@ -95,6 +95,7 @@ def test_pages_beyond_32_bits() -> None:
         check((out[:, :, queries], lse[:, :, queries]), true, torch.float16)
 
 
+@torch.inference_mode()
 def test_attention_is_captured_in_a_graph() -> None:
     """Replayed with other lengths and pages, the graph gives what a call does: the host was asked nothing."""
     q = torch.randn(2, 9, 8, 64, device=GPU, dtype=torch.bfloat16)

@@ -85,6 +85,10 @@ class Attention(Protocol):
         """Whether our own kernels can do all of a round on tensors like x with heads of this size."""
         ...
 
+    def warm_up(self, q: Tensor, num_kv_heads: int, longest: int) -> None:
+        """Prepare for prompts of up to `longest` tokens, so that the first does not wait for it."""
+        ...
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """Each query sees the prefix, and of the new tokens those that the plan lets it see."""
         ...

@@ -18,6 +18,9 @@ class ReferenceAttention:
         """See `Attention.can_fuse`."""
         return False
 
+    def warm_up(self, q: Tensor, num_kv_heads: int, longest: int) -> None:
+        """See `Attention.warm_up`: nothing to prepare."""
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """See `Attention.attend`."""
         T, end = plan.num_new, max(plan.host_lengths) + plan.num_new

@@ -14,8 +14,8 @@ from longspec.attention.base import AttentionPlan, by_layer, merge
 _SHORT = 64
 # Up to so many entries one mask covers prefix and new tokens; beyond, reading it costs more than a merge.
 _LARGEST_BIAS = 2**18
-# Queries of a long prompt that are attended with at a time on a GPU.
-_BLOCK = 2048
+# Queries of a long prompt and keys that cuDNN takes in one call: what was fastest on an H200, and the least.
+_MOST_QUERIES, _MOST_KEYS, _LEAST_BLOCK = 16384, 32768, 2048
 
 
 class TorchAttention:
@@ -60,16 +60,18 @@ class TorchAttention:
         self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, row: int
     ) -> tuple[Tensor, Tensor]:
         """A long chain's queries, block by block: each sees all entries before its block, and its own block
-        causally. Blocks of this size are what cuDNN does fastest."""
+        causally."""
         length, found = plan.host_lengths[row], []
-        for first in range(0, plan.num_new, _BLOCK):
-            block, start = q[first : first + _BLOCK], length + first
-            own = plan.runs(row, start, start + len(block))
-            result = _causal(block, _cut(k, own), _cut(v, own))
+        for block in _pieces(slice(0, plan.num_new), _MOST_QUERIES):
+            start, end = length + block.start, length + block.stop
+            own = plan.runs(row, start, end)
+            result = _causal(q[block], _cut(k, own), _cut(v, own))
             for run in plan.runs(row, 0, start):
-                for part in _pieces(run, len(block)):
-                    result = self._merge(_unmasked(block, k[:, part], v[:, part]), result)
+                for part in _pieces(run, _MOST_KEYS):
+                    result = self._merge(_unmasked(q[block], k[:, part], v[:, part]), result)
             found.append(result)
+        if len(found) == 1:
+            return found[0]
         return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
     def _merge(self, one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -85,6 +87,20 @@ class TorchAttention:
             nothing = q.new_full(q.shape[1:3], -torch.inf, dtype=torch.float32)
             rows.append(_over(q[row], k, v, runs) if runs else (torch.zeros_like(q[row]), nothing))
         return _stack(rows)
+
+    def warm_up(self, q: Tensor, num_kv_heads: int, longest: int) -> None:
+        """See `Attention.warm_up`; queries will be like q [T, H, D]."""
+        if not _has_cudnn(q):
+            return
+        size, _, D = _LEAST_BLOCK, *q.shape[1:]
+        shapes = []
+        while size <= min(longest, _MOST_QUERIES):
+            shapes.append((size, size, True))
+            size *= 2
+        shapes += [(_MOST_QUERIES, keys, False) for keys in (_MOST_QUERIES, _MOST_KEYS) if keys < longest]
+        for num_queries, num_keys, causal in shapes:
+            keys = q.new_zeros(num_kv_heads, num_keys, D)
+            _cudnn(q.new_zeros(num_queries, q.shape[1], D), keys, keys, causal)
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
         """See `Attention.masked`."""
@@ -118,19 +134,17 @@ def _tree_of(plan: AttentionPlan, row: int) -> Tensor:
     return plan.tree if plan.tree.ndim == 2 else plan.tree[row]
 
 
-def _pieces(run: slice, num_queries: int) -> Iterator[slice]:
-    """The parts of a run of keys that one call each attends to.
+def _pieces(whole: slice, most: int) -> Iterator[slice]:
+    """The parts of a run of queries or keys that one call each takes.
 
-    cuDNN prepares itself for every new shape, for a tenth of a second. So it gets few of them: powers of two,
-    behind which a shorter rest comes.
+    cuDNN prepares itself for every new shape, for a tenth of a second. So it gets few of them: powers of two
+    up to `most`, behind which a shorter rest comes.
     """
-    start = run.start
-    while run.stop - start >= _BLOCK and num_queries == _BLOCK:
-        size = 1 << ((run.stop - start).bit_length() - 1)
+    start = whole.start
+    while (left := whole.stop - start) > 0:
+        size = min(1 << (left.bit_length() - 1), most) if left >= _LEAST_BLOCK else left
         yield slice(start, start + size)
         start += size
-    if start < run.stop:
-        yield slice(start, run.stop)
 
 
 def _over(q: Tensor, k: Tensor, v: Tensor, runs: list[slice]) -> tuple[Tensor, Tensor]:
@@ -192,8 +206,8 @@ def _has_cudnn(q: Tensor) -> bool:
 
 def _suits_cudnn(q: Tensor, k: Tensor) -> bool:
     """Whether it is a shape that cuDNN is prepared for; see `_pieces`."""
-    size = k.shape[1]
-    return _has_cudnn(q) and len(q) == _BLOCK and size >= _BLOCK and size & (size - 1) == 0
+    sizes = (len(q), k.shape[1])
+    return _has_cudnn(q) and min(sizes) >= _LEAST_BLOCK and all(size & (size - 1) == 0 for size in sizes)
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

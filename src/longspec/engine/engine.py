@@ -304,6 +304,10 @@ class Engine:
         if not (self.models.fused and self.models.target.device.type == "cuda"):
             return
         with self.paused() as device:
+            if self._is_large():
+                target, config = self.models.target, self.models.target.config
+                like = target.embedding.new_zeros(1, config.num_heads, config.head_dim)
+                target.attention.warm_up(like, config.num_kv_heads, self.max_length)
             for sampled in (False, True):
                 device.prepare_segments(1 if max_rows == 1 else device.MOST_SEGMENTS, sampled)
             for size in [size for size in device.buckets if size <= device.bucket(max_rows)]:

@@ -21,7 +21,7 @@ from longspec import __version__
 from longspec.decoding.expected import num_nodes
 from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.round import Method
-from longspec.engine.device import Device, Report
+from longspec.engine.device import Device, Group, Report
 from longspec.hub import cache_dir
 from longspec.models.files import write_whole
 from longspec.models.placement import device_name
@@ -29,6 +29,8 @@ from longspec.progress import count_bar
 
 Times = dict[str, dict[int, list[tuple[int, float]]]]
 """By method and number of rows: (context, seconds of a round)."""
+Timed = tuple[Group, Method]
+"""A method under the name that its rounds are captured by: what is timed need not be captured again."""
 # Contexts at which rounds are timed.
 HOST_CONTEXTS, CAPTURED_CONTEXTS = (256, 2048), (512, 8192, 65536)
 # Rounds that are timed, after one or more that are not: by the host so many at least, and at most.
@@ -91,10 +93,14 @@ def measure(
 ) -> Times:
     """Time a round of every method and of vanilla, while no sequence runs."""
     on_gpu = device.models.target.device.type == "cuda"
-    methods = {
+    timed = {
         # A chain is timed in full: where it ends early, it costs what a shorter one does.
-        name: make_method(replace(one, min_confidence=0.0), device.models.draft, width=width)
+        name: replace(one, min_confidence=0.0)
         for name, one in {"vanilla": MethodOptions("vanilla"), **options}.items()
+    }
+    methods = {
+        name: ((one, False), make_method(one, device.models.draft, width=width))
+        for name, one in timed.items()
     }
     found: Times = {name: {} for name in methods}
     with torch.inference_mode():
@@ -116,13 +122,13 @@ def places(device: Device) -> dict[int, tuple[int, ...]]:
 
 
 def _time(
-    device: Device, methods: Mapping[str, Method], num_rows: int, contexts: tuple[int, ...], on_gpu: bool
+    device: Device, methods: Mapping[str, Timed], num_rows: int, contexts: tuple[int, ...], on_gpu: bool
 ) -> Iterator[tuple[str, int, float]]:
     for context in contexts:
         times: dict[str, list[float]] = {name: [] for name in methods}
         if on_gpu:
             for name, method in methods.items():
-                yield name, context, _captured_seconds(device, name, method, num_rows, context)
+                yield name, context, _captured_seconds(device, method, num_rows, context)
             continue
         # By turns, so that what else the machine does disturbs all alike; the least disturbed turn counts.
         least, most = HOST_ROUNDS
@@ -131,7 +137,7 @@ def _time(
             for name in open_names:
                 place_rows(device, num_rows, context)
                 started = time.perf_counter()
-                device.round(("timed", name), methods[name], num_rows, [True] * num_rows, False).read()
+                device.round(*methods[name], num_rows, [True] * num_rows, False).read()
                 if turn > 0:  # the first has the set-up of kernels in it
                     times[name].append(time.perf_counter() - started)
             if turn >= least:
@@ -142,13 +148,13 @@ def _time(
             yield name, context, min(times[name])
 
 
-def _captured_seconds(device: Device, name: str, method: Method, num_rows: int, context: int) -> float:
+def _captured_seconds(device: Device, timed: Timed, num_rows: int, context: int) -> float:
     def rounds(count: int) -> float:
         place_rows(device, num_rows, context)
         started = time.perf_counter()
         report: Report | None = None
         for _ in range(count):
-            report = device.round(name, method, num_rows, [True] * num_rows, False)
+            report = device.round(*timed, num_rows, [True] * num_rows, False)
         assert report is not None
         report.read()
         return (time.perf_counter() - started) / count

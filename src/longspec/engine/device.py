@@ -6,7 +6,7 @@ from then on. Everything is launched on one stream, in order: what is launched l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,11 +16,14 @@ from torch import Tensor
 
 from longspec.cache import DraftRing
 from longspec.decoding.choose import Sampling
-from longspec.decoding.methods.make import MOST_NODES
+from longspec.decoding.methods.make import MOST_NODES, MethodOptions
 from longspec.decoding.round import Method, Models, run_round
 from longspec.decoding.slots import MOST_EOS, Slots
 from longspec.engine.fill import SEGMENT, Segments, read_into_rings, take_chunk, take_segments
 from longspec.engine.graph import capture
+
+Group = tuple[MethodOptions, bool]
+"""What sequences of one round share: the method's options, and whether its nodes are drawn."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,9 @@ class Device:
         self._rings[size].copy_(self._send([*slots, *[self.max_rows] * (size - len(slots))]))
         self._run(("ring", size), partial(read_into_rings, self.models, self.slots, self._rings[size]))
 
-    def round(self, key: Any, method: Method, num_rows: int, active: Sequence[bool], sampled: bool) -> Report:
+    def round(
+        self, key: Group, method: Method, num_rows: int, active: Sequence[bool], sampled: bool
+    ) -> Report:
         """One round of those of the first rows that are `active`."""
         size = self.bucket(num_rows)
         wanted = [*active, *[False] * (size - len(active))]
@@ -240,7 +245,7 @@ class Device:
         self._rings.setdefault(size, self._send([self.max_rows] * size))
         self._prepare(("ring", size), partial(read_into_rings, self.models, self.slots, self._rings[size]))
 
-    def prepare_round(self, key: Any, method: Method, size: int, sampled: bool) -> None:
+    def prepare_round(self, key: Hashable, method: Method, size: int, sampled: bool) -> None:
         """Record a round."""
         run = partial(run_round, self.models, self.slots.first(size), method, sampled)
         self._prepare((key, size, sampled), run)

@@ -26,7 +26,7 @@ from longspec.decoding.methods.make import MOST_NODES, MethodOptions, make_metho
 from longspec.decoding.round import Method, Models
 from longspec.engine.auto import VANILLA, Outlook, Policy, candidates
 from longspec.engine.costs import Costs
-from longspec.engine.device import Device, Piece, Report
+from longspec.engine.device import Device, Group, Piece, Report
 from longspec.engine.fill import SEGMENT
 from longspec.engine.scheduler import Scheduler, Seat
 from longspec.engine.sequence import Sequence
@@ -41,9 +41,6 @@ ALONE, BESIDE = 16384, 2048
 PLAIN_ALONE, PLAIN_BESIDE = 2048, 256
 # Seconds after which who waits looks again by itself.
 _LONGEST_WAIT = 0.2
-
-Group = tuple[MethodOptions, bool]
-"""What sequences of one round share: the method's options, and whether its nodes are drawn."""
 
 
 @dataclass(frozen=True)
@@ -314,7 +311,8 @@ class Engine:
                 picked = self.policy.pick([Outlook(0.0)] * size, None, size, 512)
                 if self.models.draft is not None:
                     device.prepare_rings(size)
-                for options in {VANILLA, picked}:
+                # One sequence mostly stays with what is picked first; of many, outlooks and lengths differ.
+                for options in {VANILLA, picked, *(self.policy.options.values() if max_rows > 1 else ())}:
                     for sampled in (False, True):
                         device.prepare_round((options, False), self._method((options, False)), size, sampled)
 

@@ -193,7 +193,7 @@ class Device:
         self._run(("ring", size), partial(read_into_rings, self.models, self.slots, self._rings[size]))
 
     def round(
-        self, key: Group, method: Method, num_rows: int, active: Sequence[bool], sampled: bool
+        self, key: Hashable, method: Method, num_rows: int, active: Sequence[bool], sampled: bool
     ) -> Report:
         """One round of those of the first rows that are `active`."""
         size = self.bucket(num_rows)

@@ -29,8 +29,6 @@ from longspec.kernels.tiling import (
 # Rows of a program that merges: the least that `tl.dot` takes.
 MERGE_ROWS = 16
 _UNBOUNDED = 2**31 - 1
-# Entries that one program attends to without its row being cut.
-_LONG = 4096
 
 
 @triton.jit
@@ -52,7 +50,7 @@ def absorb(
 
 
 @triton.jit
-def _parts(length, window, num_splits, least, UNIT: tl.constexpr, OWN: tl.constexpr):
+def _parts(length, window, num_splits, UNIT: tl.constexpr, OWN: tl.constexpr):
     """Where the last `window` entries of the prefix begin, the start of the tile they begin in, where they
     end, and how many entries one part takes from that tile's start on.
 
@@ -62,7 +60,7 @@ def _parts(length, window, num_splits, least, UNIT: tl.constexpr, OWN: tl.conste
     aligned = begin // UNIT * UNIT
     end = length + 1 if OWN else length
     share = tl.cdiv(tl.cdiv(end - aligned, num_splits), UNIT) * UNIT
-    return begin, aligned, end, tl.maximum(share, least)
+    return begin, aligned, end, tl.maximum(share, UNIT)
 
 
 @triton.jit
@@ -109,13 +107,13 @@ def _absorb_edge(
 @launched
 @triton.jit(
     do_not_specialize=[
-        "num_rows", "num_splits", "least", "sinks", "window", "heads", "layer_heads", "group", "tables_b"
+        "num_rows", "num_splits", "sinks", "window", "heads", "layer_heads", "group", "tables_b"
     ]
 )  # fmt: skip
 def _prefix_kernel(
     q, k, v, keys, values, lengths, tables, part_out, part_lse, out, lse, q_b, q_t, q_h,
     k_l, k_h, k_s, v_l, v_h, v_s, tables_b,
-    num_rows, num_splits, least, sinks, window, heads, layer_heads, group, scale,
+    num_rows, num_splits, sinks, window, heads, layer_heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, LINE: tl.constexpr, BOXES: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
     OWN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
@@ -130,7 +128,7 @@ def _prefix_kernel(
     b, head = problem // heads, problem % heads
     layer, theirs = head // layer_heads, head % layer_heads
     length = tl.load(lengths + b).to(tl.int32)
-    begin, aligned, behind, share = _parts(length, window, num_splits, least, BLOCK_S, OWN)
+    begin, aligned, behind, share = _parts(length, window, num_splits, BLOCK_S, OWN)
     start = aligned + split * share
     tables += b.to(tl.int64) * tables_b
     # Clamped, because a part without work would read beyond the table.
@@ -218,13 +216,11 @@ def absorb_parts(lses, outs, high, total, acc) -> tl.tuple:
 
 
 @launched
-@triton.jit(
-    do_not_specialize=["num_rows", "num_nodes", "num_splits", "least", "window", "heads", "group", "tables_b"]
-)
+@triton.jit(do_not_specialize=["num_rows", "num_nodes", "num_splits", "window", "heads", "group", "tables_b"])
 def _merge_kernel(
     q, k, v, tree, lengths, tables, part_out, part_lse, out, lse,
     q_b, q_t, q_h, k_h, k_s, v_h, v_s, tables_b, tree_b, tree_t,
-    num_rows, num_nodes, num_splits, least, window, heads, group, scale,
+    num_rows, num_nodes, num_splits, window, heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     SLICE: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, NODES: tl.constexpr,
     TREE: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
@@ -242,7 +238,7 @@ def _merge_kernel(
         rows_at[:, None] + d[None, :], mask=(row < num_rows)[:, None] & (d < D)[None, :], other=0.0
     )
     length = tl.load(lengths + b).to(tl.int32)
-    _, aligned, behind, share = _parts(length, window, num_splits, least, UNIT, OWN)
+    _, aligned, behind, share = _parts(length, window, num_splits, UNIT, OWN)
     num_parts, at = tl.cdiv(behind - aligned, share), problem * num_splits
     high = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
@@ -326,9 +322,7 @@ def attend(
     num_tiles = triton.cdiv(num_rows, tiling.num_rows)
     last = _UNBOUNDED if window is None else window
     assert last > 0, "a window has one entry at least"
-    least = tiling.num_keys
-    if num_splits is None:
-        num_splits, least = _choose_splits(num_tiles * B * K, min(capacity, last), tiling, q.device)
+    num_splits = num_splits or _choose_splits(num_tiles * B * K, min(capacity, last), tiling, q.device)
     # A query alone sees all up to its own entry, which may as well count as prefix.
     own = nodes and T == 1
     whole = num_splits == 1 and (own or not nodes)
@@ -345,7 +339,7 @@ def attend(
     _prefix_kernel[(num_tiles, num_splits, B * K)](
         q, *whole_tiles, k, v, lengths, tables, part_out, part_lse, out, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], tables.stride(0),
-        num_rows, num_splits, least, sinks, last, K, k.shape[1], H // K, score_scale(D), **shape,
+        num_rows, num_splits, sinks, last, K, k.shape[1], H // K, score_scale(D), **shape,
         BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, LINE=min(padded(D), 128 // q.itemsize),
         BOXES=boxes, SINKS=sinks > 0 and window is not None, WINDOW=window is not None, OWN=own, WHOLE=whole,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlap(q.device),
@@ -358,7 +352,7 @@ def attend(
     _merge_kernel[grid](
         q, k, v, mask, lengths, tables, part_out, part_lse, out, lse,
         *q.stride()[:3], *k.stride()[1:3], *v.stride()[1:3], tables.stride(0), *mask_strides,
-        num_rows, T, num_splits, least, last, K, H // K, score_scale(D), **shape,
+        num_rows, T, num_splits, last, K, H // K, score_scale(D), **shape,
         BLOCK_R=MERGE_ROWS, BLOCK_N=_node_block(T, D, q.dtype), SLICE=piece, PARTS=parts,
         UNIT=tiling.num_keys, NODES=nodes and not own, TREE=tree is not None, OWN=own,
         num_warps=4, num_stages=1, **overlap(q.device),
@@ -366,15 +360,10 @@ def attend(
     return out, lse
 
 
-def _choose_splits(num_programs: int, capacity: int, tiling: Tiling, device: torch.device) -> tuple[int, int]:
-    """Into how many parts a row is cut, and the least that a part takes.
-
-    Rows of very different lengths run together: a long one is cut even where there are programs enough, and
-    the short ones beside it stay whole.
-    """
-    chosen = choose_splits(num_programs, capacity, tiling, device)
-    needed = min(8, triton.cdiv(capacity, 2 * _LONG))
-    return (chosen, tiling.num_keys) if chosen >= needed else (needed, _LONG)
+def _choose_splits(num_programs: int, capacity: int, tiling: Tiling, device: torch.device) -> int:
+    """As `choose_splits`, and so many that one long row beside short ones is shared by several programs."""
+    least = min(8, triton.cdiv(capacity, 8192))
+    return max(least, choose_splits(num_programs, capacity, tiling, device))
 
 
 def results_like(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -81,7 +81,7 @@ class Pool(RuleBasedStateMachine):
             assert self.written[page] == tuple(text[: (index + 1) * SIZE]), "it holds what was asked for"
         others = {page for _, pages, _ in self.held for page in pages} | set(shared)
         needed, available = len(text) // SIZE + 1 - len(shared), self.pool.num_available
-        own = self.pool.take(needed, shared[-1] if shared else None)
+        own = self.pool.take(needed, shared[-1] if shared else None, evicts=bool(shared))
         assert (own is None) == (needed > available)
         if own is None:
             self.pool.release(shared)
@@ -108,6 +108,8 @@ class Pool(RuleBasedStateMachine):
     def go(self, data: st.DataObject) -> None:
         text, pages, full = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         available = self.pool.num_available
+        # A page of the same text that somebody else computed may have gone meanwhile.
+        self.pool.remember(pages[:full], self.pool.hashes(text))
         self.pool.release(pages)
         still = {page for _, others, _ in self.held for page in others}
         assert self.pool.num_available == available + len(set(pages) - still)

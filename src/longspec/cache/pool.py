@@ -42,11 +42,12 @@ class PagePool:
         """Pages that sequences hold."""
         return self.num_pages - self.num_available
 
-    def take(self, count: int, after: int | None = None) -> list[int] | None:
+    def take(self, count: int, after: int | None = None, evicts: bool = False) -> list[int] | None:
         """`count` pages, or None where there are not so many.
 
-        The next one after `after`, the last page of who asks, is preferred, even over a text that is only
-        remembered, because pages in a row are read as one.
+        The next one after `after`, the last page of who asks, is preferred, because pages in a row are read
+        as one; if it `evicts`, also where that one is remembered. That is for who shares the pages before: it
+        goes on where another text with the same beginning went on.
         """
         if count > self.num_available:
             return None
@@ -55,7 +56,7 @@ class PagePool:
             if not self._num_free:
                 self._forget(next(iter(self._unheld)))
             following = DUMP if after is None else after + 1
-            if following in self._unheld:
+            if evicts and following in self._unheld:
                 self._forget(following)
             if following > self.num_pages or not self._free[following]:
                 following = self._room()

@@ -91,7 +91,7 @@ class Scheduler:
             wanted = -(-sequence.num_wanted // self.pool.size) - len(shared) if self.seats else 0
             own = None
             if wanted <= self.pool.num_available:
-                own = self.pool.take(needed, shared[-1] if shared else None)
+                own = self.pool.take(needed, shared[-1] if shared else None, evicts=bool(shared))
             if own is None:
                 self.pool.release(shared)
                 self.waiting.appendleft(sequence)

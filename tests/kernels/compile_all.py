@@ -32,6 +32,7 @@ from longspec.kernels.embed import embed, embed_level
 from longspec.kernels.linear import few_rows
 from longspec.kernels.lookup import graft_lookup
 from longspec.kernels.masked import Nodes, masked
+from longspec.kernels.merge import merge
 from longspec.kernels.noise import gumbel_noise
 from longspec.kernels.norm import Stream, add_rms_norm, rms_norm
 from longspec.kernels.rope import rope_write
@@ -131,6 +132,8 @@ def call_models(T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024, E: i
     rope_write(qkv, table, places, places, k, k)
     rope_write(qkv, table, places, places, k[None], k[None], (halves(D), halves(D), 1e-6))
     silu_mul(halves(1, T, 3072))
+    part = (halves(T, 9, 64), torch.empty(T, 9, device=halves(1).device))
+    merge(part, part)
     call_products(T, E)
 
 

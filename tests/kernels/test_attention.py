@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from longspec.attention import merge
 from longspec.kernels import attention
 from longspec.kernels.attention import attend
+from longspec.kernels.merge import merge as merge_kernel
 from tests.kernels.paged import DEVICE, DTYPES, exact, places, random_tables
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 3e-2}
@@ -109,3 +111,18 @@ def test_heads_of_several_layers() -> None:
             ours = slice(layer * K * G, (layer + 1) * K * G)
             torch.testing.assert_close(out[b, :, ours].double(), true_out, atol=2e-5, rtol=2e-5)
             torch.testing.assert_close(lse[b, :, ours].double(), true_lse, atol=1e-4, rtol=1e-3)
+
+
+def test_merging_is_what_torch_gives() -> None:
+    """Odd sizes, in two types, and rows that saw nothing on one side or on both."""
+    for dtype in (torch.float32, torch.float16):
+        sides = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            out, lse = torch.randn(3, 7, 5, 24, device=DEVICE).to(dtype), torch.randn(3, 7, 5, device=DEVICE)
+            lse[:, :seed] = -torch.inf
+            out[:, :seed] = 0
+            sides.append((out, lse))
+        found, expected = merge_kernel(*sides), merge(*sides)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=2e-3 if dtype == torch.float16 else 1e-6, rtol=1e-3)

@@ -105,6 +105,7 @@ class Engine:
         self.scheduler = Scheduler(PagePool(num_pages, page_size), max_rows)
         self._base_head = head
         self._methods: dict[Group, Method] = {}
+        self._known_options: dict[MethodOptions, MethodOptions] = {}
         self._flight: deque[_Launch] = deque()
         self._orders: SimpleQueue[tuple[str, Sequence | None]] = SimpleQueue()
         self._leads = threading.Lock()
@@ -148,6 +149,8 @@ class Engine:
         for sequence in asked:
             self._check(sequence)
         for sequence in asked:
+            # One object for equal options, so that rounds are grouped without comparing them.
+            sequence.options = self._known_options.setdefault(sequence.options, sequence.options)
             sequence.submitted_at = time.perf_counter()
             self._orders.put(("add", sequence))
 
@@ -258,7 +261,7 @@ class Engine:
         """What most of a sequence's rounds ran, or would have run."""
         options = sequence.options
         if sequence.methods:
-            options = sequence.methods.most_common(1)[0][0]
+            options = max(sequence.methods, key=lambda one: sequence.methods[one])
         elif options.method == "auto":
             options = VANILLA
         draws = options.acceptance == "rejection" and not sequence.sampling.greedy
@@ -451,9 +454,7 @@ class Engine:
         """The sequences that emit tokens, by what they share."""
         groups: dict[Group, list[Seat]] = {}
         for seat in self.scheduler.running:
-            sequence = seat.sequence
-            draws = sequence.options.acceptance == "rejection" and not sequence.sampling.greedy
-            groups.setdefault((sequence.options, draws), []).append(seat)
+            groups.setdefault(seat.group, []).append(seat)
         return groups
 
     def _launch_round(self, group: Group, seats: list[Seat]) -> bool:
@@ -516,10 +517,13 @@ class Engine:
 
     def _have_pages(self, seats: list[Seat], method: Method) -> bool:
         """See that every row has pages for the nodes of a round; False if others had to go for it."""
+        size = self.scheduler.pool.size
         for seat in seats:
             # The round may also run behind the text's limit, where only the dump page takes what it writes.
-            end = min(seat.length + method.num_nodes, seat.sequence.limit + MOST_NODES)
-            before = len(seat.pages)
+            end, before = seat.length + method.num_nodes, len(seat.pages)
+            if end <= before * size:
+                continue
+            end = min(end, seat.sequence.limit + MOST_NODES)
             pages = self.scheduler.grow(seat, end)
             if pages is None:
                 self._make_room(seat, end)

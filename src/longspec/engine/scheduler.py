@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from longspec.cache import PagePool
 from longspec.engine.auto import Outlook
+from longspec.engine.device import Group
 from longspec.engine.sequence import Sequence
 
 
@@ -24,6 +25,7 @@ class Seat:
     computed: int
     """Tokens of `text` whose KV is there, or is on its way."""
     outlook: Outlook
+    group: Group
     num_in_flight: int = 0
     """The most tokens that its rounds on their way may emit."""
     rounds_in_flight: int = 0
@@ -108,7 +110,9 @@ class Scheduler:
         if not sequence.tokens:
             sequence.num_shared = computed
         outlook = Outlook(sequence.sampling.temperature)
-        seat = Seat(sequence, slot, text, [*shared, *own], hashes, computed, outlook)
+        draws = sequence.options.acceptance == "rejection" and not sequence.sampling.greedy
+        group = (sequence.options, draws)
+        seat = Seat(sequence, slot, text, [*shared, *own], hashes, computed, outlook, group)
         self.pool.promise(hashes[len(shared) :])
         self.seats[slot] = seat
         return seat

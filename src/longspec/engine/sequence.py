@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from longspec.decoding.choose import Sampling
@@ -81,26 +81,29 @@ class Sequence:
         if not self.tokens:
             self.first_at = time.perf_counter()
         self.num_first += 1
-        self._keep((token,), (0,))
+        self._keep([token])
 
     def keep_round(self, emitted: list[int], options: MethodOptions) -> None:
         """Take what a round emitted, accepted tokens then the bonus."""
         self.num_rounds += 1
-        self.methods[options] += 1
-        self._keep(emitted, (*range(1, len(emitted)), 0))
+        self.methods[options] = self.methods.get(options, 0) + 1
+        self._keep(emitted)
 
-    def _keep(self, emitted: Iterable[int], depths: Iterable[int]) -> None:
-        for token, depth in zip(emitted, depths, strict=True):
+    def _keep(self, emitted: list[int]) -> None:
+        """Take tokens as far as none ends the sequence; the last of them is the target's own."""
+        last = len(emitted)
+        for depth, token in enumerate(emitted, 1):
             self.tokens.append(token)
-            self.depths.append(depth)
+            self.depths.append(depth if depth < last else 0)
             stopped = self.stop_after is not None and self.stop_after(token)
             if token in self.eos_ids:
                 self.finish("eos")
-            elif stopped:
+                return
+            if stopped:
                 self.finish("stop")
-            elif len(self.tokens) >= self.max_new_tokens:
+                return
+            if len(self.tokens) >= self.max_new_tokens:
                 self.finish("length")
-            if self.finished:
                 return
         if self.on_news is not None:
             self.on_news(self)

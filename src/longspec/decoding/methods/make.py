@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from longspec.config import DEFAULT_TREE
 from longspec.decoding.methods.glide import Glide
@@ -41,6 +42,13 @@ class MethodOptions:
     """seq ends its chain behind the first token to which the draft gives less than this; 0 never does."""
     max_ngram: int = 3
     """Longest run of tokens that lookup matches."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(vars(self).values()))
+
+    def __hash__(self) -> int:
+        return self._hash  # asked for each row of each round
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

@@ -444,3 +444,27 @@ def test_threads_share_a_model(tiny: LongSpec) -> None:
     with ThreadPoolExecutor(12) as pool:
         found = [pool.submit(call, work) for work in works for call in (generate, stream)]
         assert [one.result(60) for one in found] == [text for text in expected for _ in "ab"]
+
+
+def test_vanilla_rounds_that_run_ahead_of_the_host_say_the_same(engine: Engine) -> None:
+    """Rows end within what was launched: at eos, at their limit, at a stop rule; more come than there are
+    slots, and trees beside them run round by round."""
+    ends = [frozenset[int](), frozenset({3, 11}), frozenset(range(0, V, 3))]
+
+    def wanted() -> list[Sequence]:
+        made = [
+            Sequence([1 + number % 7] * (1 + 5 * number % 31), 1 + 3 * number, SAMPLINGS[sampling], number,
+                     ends[number % 3], METHODS["tree"] if number == 4 else VANILLA)
+            for number, sampling in enumerate([*SAMPLINGS] * 3)
+        ]  # fmt: skip
+        made[7].stop_after = lambda token: len(made[7].tokens) == 5
+        return made
+
+    expected, found = wanted(), wanted()
+    engine.run(expected)
+    assert set(engine.run_each(iter(found), ahead=8)) == set(found)
+    for one, other in zip(expected, found, strict=True):
+        assert (one.tokens, one.finish_reason, one.num_rounds, one.depths) == (
+            other.tokens, other.finish_reason, other.num_rounds, other.depths
+        )  # fmt: skip
+    check_rests(engine)

@@ -37,6 +37,8 @@ from longspec.errors import UserError
 from longspec.models.files import read_json, write_whole
 
 _PROGRESS = "progress"
+# Rounds that a GPU runs before the host looks at the rows; a CPU would only wait for rows that have ended.
+_AHEAD = 8
 # A shard of fewer samples is hardly worth its start.
 _LEAST_SAMPLES = 16
 # What a sample is taken to bring before any is written.
@@ -223,7 +225,7 @@ def _write(
     while pending:
         order = sorted(pending, key=lambda sample: (MODES.index(sample.mode), sample.index))
         asked = {script.sequence(sample): sample for sample in order}
-        for sequence in engine.run_each(asked):
+        for sequence in engine.run_each(asked, _AHEAD if engine.models.fused else 1):
             sample = asked[sequence]
             script.take(sample, sequence.tokens, sequence.finish_reason == "eos")
             total += len(sample.tokens) if sample.finished else 0

@@ -62,9 +62,10 @@ class Statistics:
 class _Launch:
     """Something on its way, and whom it is for."""
 
-    report: Report
+    reports: list[Report]
+    """One for each round; there are several only of vanilla."""
     seats: list[tuple[int, Seat, bool | None]]
-    """Rows of the report, whose they are, and whether there was something to look up."""
+    """Rows of the reports, whose they are, and whether there was something to look up."""
     options: MethodOptions | None
     """Of the round; None for prompts."""
     width: int = 0
@@ -111,6 +112,7 @@ class Engine:
         self._leads = threading.Lock()
         self._leader: int | None = None
         self._news = threading.Condition()
+        self._ahead = 1
         self._counts: Counter[str] = Counter()
         self._rounds: Counter[str] = Counter()
         self._lookup = Lookup(1)
@@ -176,8 +178,11 @@ class Engine:
         if error is not None:
             raise error
 
-    def run_each(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
+    def run_each(self, sequences: Iterable[Sequence], ahead: int = 1) -> Iterator[Sequence]:
         """Answer sequences; yields each when it is done.
+
+        Of vanilla, `ahead` rounds are launched before the host looks at them: with many rows it could not
+        keep up otherwise. Rows end on the device by themselves, and whoever waits does so for as many rounds.
 
         They are taken from the iterable when there is room for them. If nobody else uses the engine, who runs
         beside whom follows from the sequences alone and never from time: a second run computes the same bits,
@@ -186,6 +191,7 @@ class Engine:
         """
         coming, done, scheduler = iter(sequences), deque[Sequence](), self.scheduler
         inside: set[Sequence] = set()
+        self._ahead = ahead
         try:
             while True:
                 for sequence in islice(coming, max(0, 2 * scheduler.max_rows - len(inside))):
@@ -202,6 +208,7 @@ class Engine:
                         raise sequence.error
                     yield sequence
         finally:
+            self._ahead = 1
             for sequence in list(inside):
                 self.cancel(sequence)
 
@@ -419,7 +426,7 @@ class Engine:
         ends: list[tuple[int, Seat, bool | None]] = [
             (row, seat, None) for row, (seat, piece) in enumerate(pieces) if piece.is_end
         ]
-        self._flight.append(_Launch(report, ends, None))
+        self._flight.append(_Launch([report], ends, None))
         for _, seat, _ in ends:
             seat.num_in_flight += 1
         return True
@@ -468,7 +475,9 @@ class Engine:
         if is_auto := options.method == "auto":
             options, matches = self._pick(options, seats)
         method = self._method((options, draws))
-        if not self._have_pages(seats, method):
+        num_rounds = self._ahead if method.num_nodes == 1 else 1
+        width = num_rounds * (method.depth + 1)
+        if not self._have_pages(seats, method.num_nodes - 1 + num_rounds):
             return True  # some were read or paused to make room: the next turn sees who is left
         if self.models.fused and method.drafts:
             self._read_into_rings(seats, getattr(method, "width", 1))
@@ -477,13 +486,14 @@ class Engine:
         for seat in seats:
             active[seat.slot] = True
         sampled = any(_is_sampled(seat.sequence) for seat in self.scheduler.running)
-        report = self.device.round((options, draws), method, num_rows, active, sampled)
-        width = method.depth + 1
+        reports = [
+            self.device.round((options, draws), method, num_rows, active, sampled) for _ in range(num_rounds)
+        ]
         found = [(s.slot, s, None if matches is None else matches[i]) for i, s in enumerate(seats)]
-        self._flight.append(_Launch(report, found, options, width, is_auto))
+        self._flight.append(_Launch(reports, found, options, width, is_auto))
         for seat in seats:
             seat.num_in_flight += width
-            seat.rounds_in_flight += 1
+            seat.rounds_in_flight += num_rounds
             unread = seat.num_unread
             seat.num_unread = width if method.drafts else None if unread is None else unread + width
         return True
@@ -515,12 +525,12 @@ class Engine:
             self._methods[group] = make_method(group[0], self.models.draft, group[1], on_cpu, width)
         return self._methods[group]
 
-    def _have_pages(self, seats: list[Seat], method: Method) -> bool:
-        """See that every row has pages for the nodes of a round; False if others had to go for it."""
+    def _have_pages(self, seats: list[Seat], num_entries: int) -> bool:
+        """See that every row has pages for what rounds write; False if others had to go for it."""
         size = self.scheduler.pool.size
         for seat in seats:
             # The round may also run behind the text's limit, where only the dump page takes what it writes.
-            end, before = seat.length + method.num_nodes, len(seat.pages)
+            end, before = seat.length + num_entries, len(seat.pages)
             if end <= before * size:
                 continue
             end = min(end, seat.sequence.limit + MOST_NODES)
@@ -579,15 +589,15 @@ class Engine:
     def _read(self) -> None:
         """Hand what the oldest launch reported to its sequences."""
         launch = self._flight.popleft()
-        report = launch.report.read()
+        reports = [report.read() for report in launch.reports]
         for row, seat, has_match in launch.seats:
             if launch.options is None:
                 seat.num_in_flight -= 1
-                emitted = [report[row]]
+                emitted = [reports[0][row]]
             else:
                 seat.num_in_flight -= launch.width
-                seat.rounds_in_flight -= 1
-                emitted = report[row][1 : 1 + report[row][0]]
+                seat.rounds_in_flight -= len(reports)
+                emitted = [token for one in reports for token in one[row][1 : 1 + one[row][0]]]
             if emitted and not seat.sequence.finished:
                 self._keep(seat, emitted, launch, has_match)
 
@@ -595,6 +605,9 @@ class Engine:
         sequence = seat.sequence
         if launch.options is None:
             sequence.keep_first(emitted[0])
+        elif len(launch.reports) > 1:
+            sequence.keep_vanilla(emitted, launch.options)
+            self._rounds[launch.options.method] += len(emitted)
         else:
             sequence.keep_round(emitted, launch.options)
             self._rounds[launch.options.method] += 1

@@ -89,6 +89,23 @@ class Sequence:
         self.methods[options] = self.methods.get(options, 0) + 1
         self._keep(emitted)
 
+    def keep_vanilla(self, emitted: list[int], options: MethodOptions) -> None:
+        """Take what several vanilla rounds emitted, a token each."""
+        if self.stop_after is not None or not self.eos_ids.isdisjoint(emitted):
+            for token in emitted:
+                if not self.finished:
+                    self.keep_round([token], options)
+            return
+        kept = emitted[: self.max_new_tokens - len(self.tokens)]
+        self.num_rounds += len(kept)
+        self.methods[options] = self.methods.get(options, 0) + len(kept)
+        self.tokens += kept
+        self.depths += [0] * len(kept)
+        if len(self.tokens) >= self.max_new_tokens:
+            self.finish("length")
+        elif self.on_news is not None:
+            self.on_news(self)
+
     def _keep(self, emitted: list[int]) -> None:
         """Take tokens as far as none ends the sequence; the last of them is the target's own."""
         last = len(emitted)

@@ -36,6 +36,8 @@ class AttentionPlan:
     """Lengths and tables again, where the host knows them: reading them from a GPU would wait for it."""
     masks: dict[int, Tensor] = field(default_factory=dict)
     """What a backend made for a row at the first layer, for the others."""
+    cuts: dict[tuple[int, int, int], list[slice]] = field(default_factory=dict)
+    """What `runs` found, likewise."""
 
     @cached_property
     def host_lengths(self) -> Sequence[int]:
@@ -61,6 +63,8 @@ class AttentionPlan:
     def runs(self, row: int, start: int, end: int) -> list[slice]:
         """Where a row's entries from `start` to before `end` stand among all pages: a slice for each run of
         pages that follow each other."""
+        if (row, start, end) in self.cuts:
+            return self.cuts[row, start, end]
         size, table = self.page_size, self._host_tables[row]
         found: list[list[int]] = []
         for index in range(start // size, -(-end // size)):
@@ -71,7 +75,8 @@ class AttentionPlan:
                 found[-1][1] = stop
             else:
                 found.append([begin, stop])
-        return [slice(*run) for run in found]
+        self.cuts[row, start, end] = [slice(*run) for run in found]
+        return self.cuts[row, start, end]
 
 
 class Attention(Protocol):

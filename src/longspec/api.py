@@ -193,7 +193,7 @@ class LongSpec:
     def _sequences(
         self, prompts: Many[Prompt], settings: Settings
     ) -> tuple[list[Sequence], list[TextStream]]:
-        """What the engine is asked for, and what turns its tokens into text."""
+        """A sequence for each prompt, and the text stream that decodes its tokens."""
         if not prompts:
             raise UserError("there are no prompts; give at least one")
         sampling = Sampling(**(vars(self.defaults) | settings.sampling))

@@ -195,7 +195,7 @@ class Device:
     def round(
         self, key: Hashable, method: Method, num_rows: int, active: Sequence[bool], sampled: bool
     ) -> Report:
-        """One round of those of the first rows that are `active`."""
+        """Run one round over the first rows; only rows that are `active` move."""
         size = self.bucket(num_rows)
         wanted = [*active, *[False] * (size - len(active))]
         if self._active[:size] != wanted:

@@ -271,8 +271,7 @@ class Engine:
             options = max(sequence.methods, key=lambda one: sequence.methods[one])
         elif options.method == "auto":
             options = VANILLA
-        draws = options.acceptance == "rejection" and not sequence.sampling.greedy
-        return options, self._method((options, draws))
+        return options, self._method((options, sequence.draws))
 
     def forget(self) -> None:
         """Let go of all texts that no sequence holds."""
@@ -634,7 +633,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Hold Ctrl-C back until the end: a turn that is broken off leaves rows and pages half written."""
+    """Delay Ctrl-C to the end of the block: an interrupted turn leaves rows and pages half written."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

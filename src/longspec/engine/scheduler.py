@@ -110,8 +110,7 @@ class Scheduler:
         if not sequence.tokens:
             sequence.num_shared = computed
         outlook = Outlook(sequence.sampling.temperature)
-        draws = sequence.options.acceptance == "rejection" and not sequence.sampling.greedy
-        group = (sequence.options, draws)
+        group = (sequence.options, sequence.draws)
         seat = Seat(sequence, slot, text, [*shared, *own], hashes, computed, outlook, group)
         self.pool.promise(hashes[len(shared) :])
         self.seats[slot] = seat
@@ -136,7 +135,7 @@ class Scheduler:
         return pages
 
     def release(self, seat: Seat) -> None:
-        """Take the slot and the pages back. What the pages hold of the text is remembered."""
+        """Free the slot and the pages. Full pages stay findable by their hash until others need them."""
         size = self.pool.size
         self.pool.withdraw(seat.hashes[seat.computed // size :])
         # Of the newest token there may be no KV yet.

@@ -56,6 +56,11 @@ class Sequence:
         return self.finish_reason is not None
 
     @property
+    def draws(self) -> bool:
+        """Whether its nodes are drawn at random: acceptance by rejection needs that, unless it is greedy."""
+        return self.options.acceptance == "rejection" and not self.sampling.greedy
+
+    @property
     def text(self) -> list[int]:
         """The prompt and what has been said."""
         return self.prompt + self.tokens

@@ -2,8 +2,6 @@
 
 longspec data prepare text.jsonl --output data     tokenise and pack text
 longspec data synthesize --output own --tokens 1M  let the target write it
-longspec data collect --packages stdlib ...        documents: books, and sources of installed packages
-longspec data prompts --documents docs.jsonl ...   prompts of many kinds for the target to answer
 longspec data info data                            what a dataset holds, and where it is from
 longspec data show data --index 3                  a sequence for human eyes
 """
@@ -16,8 +14,6 @@ from importlib import import_module
 _COMMANDS = {
     "prepare": "longspec.cli.data_prepare",
     "synthesize": "longspec.cli.data_synthesize",
-    "collect": "longspec.cli.data_collect",
-    "prompts": "longspec.cli.data_prompts",
     "info": "longspec.cli.data_info",
     "show": "longspec.cli.data_show",
 }

@@ -1,16 +1,15 @@
-#!/usr/bin/env python3
 """Make the draft of SmolLM2-135M from nothing: prompts, the target's own text, three stages, measurements.
 
 On one GPU, everything in a row:
-  .venv/bin/python scripts/train-smollm2-draft all --output outputs/smollm2 --books books.jsonl.xz \
+  .venv/bin/python -m recipes.smollm2.train all --output outputs/smollm2 --books books.jsonl.xz \
       --measure alpaca.jsonl humaneval.jsonl summaries.jsonl --measure-long meetings.jsonl
 
 On a machine that is lent for a while, part by part; each goes on where it was, and is passed over when done:
-  scripts/train-smollm2-draft mix ... && scripts/train-smollm2-draft write --budget-seconds 500 ...
-  scripts/train-smollm2-draft base --budget-seconds 500 ...
+  python -m recipes.smollm2.train mix ... && python -m recipes.smollm2.train write --budget-seconds 500 ...
+  python -m recipes.smollm2.train base --budget-seconds 500 ...
 
 A dry run on a CPU, in minutes (the draft is of no use):
-  .venv/bin/python scripts/train-smollm2-draft all --output outputs/dry --books books.jsonl.xz \
+  .venv/bin/python -m recipes.smollm2.train all --output outputs/dry --books books.jsonl.xz \
       --tokens 2k --device cpu --dry
 
 parts: mix      documents and prompts, without what is in the files of --measure and --held-out
@@ -113,31 +112,34 @@ class Recipe:
 
     def mix(self) -> bool:
         """Documents and prompts."""
-        from longspec.bench import builtin
+        from longspec.bench.catalogue import BUILTIN
+        from recipes.smollm2.collect import collect
+        from recipes.smollm2.held_out import HeldOut
+        from recipes.smollm2.prompts.library import Library
+        from recipes.smollm2.prompts.make import make_prompts
 
         self.hold_out_pages()
-        keep_out = ["--held-out", *self.flags.measure, *self.flags.measure_long, *self.flags.held_out]
+        measured = [*self.flags.measure, *self.flags.measure_long, *self.flags.held_out]
         # The prompts that `longspec bench` comes with are for measuring, too.
-        keep_out += [self.held_books, *sorted(Path(builtin.__file__).parent.glob("*.jsonl"))]
+        held_out = HeldOut.read([*measured, str(self.held_books), str(BUILTIN)])
         documents = self.output / "documents.jsonl"
         if not documents.exists():
             names = [name for name in PACKAGES if name == "stdlib" or _installed(name)]
-            packages = ",".join(names[:1] if self.flags.dry else names)
-            given = ["--books", *self.flags.books, "--licence", self.flags.licence, "--packages", packages]
-            longspec("data", "collect", *given, *keep_out, "--output", documents)
+            packages = names[:1] if self.flags.dry else names
+            print(collect(documents, self.flags.books, packages, held_out, self.flags.licence), flush=True)
         number = min(420_000, max(200, self.flags.tokens // 300))
         # The target must have room to answer: short sequences get short quotations.
         long = "summaries" if self.flags.dry else "long_texts"
-        wanted: dict[str, tuple[int, list[str]]] = {
-            "prompts": (number, []),
-            "long_prompts": (number // 10, ["--kinds", long]),
-            "essays": (number // 5, ["--kinds", "essays:3,stories,explanations,letters"]),
+        wanted: dict[str, tuple[int, dict[str, float] | None]] = {
+            "prompts": (number, None),
+            "long_prompts": (number // 10, {long: 1}),
+            "essays": (number // 5, {"essays": 3, "stories": 1, "explanations": 1, "letters": 1}),
         }
-        for name, (count, kinds) in wanted.items():
+        library = Library([str(documents)])
+        for name, (count, shares) in wanted.items():
             path = self.output / f"{name}.jsonl"
             if not path.exists():
-                asked = ["--documents", documents, "--number", count, *kinds, "--seed", self.flags.seed]
-                longspec("data", "prompts", *asked, *keep_out, "--output", path)
+                print(make_prompts(path, count, library, held_out, shares, self.flags.seed), flush=True)
         return True
 
     def hold_out_pages(self) -> None:
@@ -291,7 +293,7 @@ class Recipe:
 def with_given(card: str, documents: Path) -> str:
     """A draft's card that also tells what the target was given to quote, to answer and to continue."""
     from longspec.bench.acceptance import MEASURED
-    from longspec.bench.markdown import table
+    from longspec.bench.report import table
     from longspec.data.records import read_records
 
     counts: dict[tuple[str, str], list[int]] = {}

@@ -1,4 +1,4 @@
-"""The wordings that prompts are put together from, in the text files of this package.
+"""The wordings that prompts are put together from, in the files of `texts`.
 
 A file has sections, each begun by `== NAME`; a line is one wording, with `\\n` for a line break. One that
 stands there twice is drawn twice as often. Places to be filled in are in braces, `{}` being what is quoted.
@@ -7,7 +7,7 @@ stands there twice is drawn twice as often. Places to be filled in are in braces
 from __future__ import annotations
 
 from functools import cache
-from importlib import resources
+from pathlib import Path
 
 _SECTION = "== "
 
@@ -32,7 +32,7 @@ def words(section: str) -> tuple[str, ...]:
 @cache
 def _read(file: str) -> dict[str, tuple[str, ...]]:
     found: dict[str, list[str]] = {}
-    text = (resources.files("longspec.data.prompts") / "texts" / f"{file}.txt").read_text(encoding="utf-8")
+    text = (Path(__file__).parent / "texts" / f"{file}.txt").read_text(encoding="utf-8")
     lines: list[str] = []
     for line in text.splitlines():
         if line.startswith(_SECTION):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from longspec.data.prompts.library import Library, names_in
-from longspec.data.prompts.wordings import wordings, words
+from recipes.smollm2.prompts.library import Library, names_in
+from recipes.smollm2.prompts.wordings import wordings, words
 
 
 def _filled(rng: Random, template: str, text: str) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Let a draft that is trained read more of its target's layers, to be trained on: it drafts as before.
 
-  .venv/bin/python scripts/grow-draft smollm2-135m outputs/grown --cross-layers 9,14,19,24,29
+  .venv/bin/python -m recipes.smollm2.grow smollm2-135m outputs/grown --cross-layers 9,14,19,24,29
   .venv/bin/longspec train experiment=smollm2_gpu draft.path=outputs/grown ...
 
 The new layers are asked at random, and what they answer counts for nothing until training says otherwise.
@@ -126,7 +125,7 @@ def main() -> int:
             shutil.copy(folder / "training.yaml", building)
         building.rename(output)
     except UserError as error:
-        print(f"grow-draft: error: {error}", file=sys.stderr)
+        print(f"grow: error: {error}", file=sys.stderr)
         return 2
     print(output)
     return 0

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Which draft, which objective, which optimizer: SmolLM2 drafts of equal training tokens, by real decoding.
 
-The datasets are those that `scripts/train-smollm2-draft write` leaves in OUTPUT/data. On one GPU:
-  .venv/bin/python scripts/ablate-smollm2-draft --data outputs/smollm2/data --output outputs/ablation \
+The datasets are those that `recipes.smollm2.train write` leaves in OUTPUT/data. On one GPU:
+  .venv/bin/python -m recipes.smollm2.ablate --data outputs/smollm2/data --output outputs/ablation \
       --prompts alpaca.jsonl humaneval.jsonl summaries.jsonl --steps 192 --jobs 3
 
 Each variant differs from the first one in what its line says. Prompts are answered greedily, as one batch, up
@@ -125,7 +124,7 @@ def decode(flags: argparse.Namespace, plain: LongSpec, name: str, cut: int = 0) 
 
 def as_table(rows: list[dict[str, object]]) -> str:
     """As markdown."""
-    from longspec.bench.markdown import table
+    from longspec.bench.report import table
 
     cells = [[f"{one:.2f}" if isinstance(one, float) else str(one) for one in row.values()] for row in rows]
     return table(list(rows[0]), cells)

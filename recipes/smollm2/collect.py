@@ -13,9 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TextIO
 
-from longspec.data.held_out import HeldOut
 from longspec.data.records import read_records
 from longspec.errors import UserError
+from recipes.smollm2.held_out import HeldOut
 
 STDLIB = "stdlib"
 BOOK, SOURCE = "book", "source"
@@ -59,7 +59,7 @@ def collect(
         with open(unfinished, "w", encoding="utf-8") as file:
             made = _write(file, _documents(books, packages, licence), held_out, on_document)
         if not made.num_characters:
-            raise UserError("there is nothing to collect: give --books or --packages that hold text")
+            raise UserError("there is nothing to collect: give books or packages that hold text")
         os.replace(unfinished, output)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -129,7 +129,7 @@ def _package(name: str) -> tuple[str, list[Path]]:
         try:
             package = metadata.distribution(name)
         except (metadata.PackageNotFoundError, ValueError) as error:
-            raise UserError(f"package {name!r} is not installed here; leave it out of --packages") from error
+            raise UserError(f"package {name!r} is not installed here; leave it out") from error
         folder = Path(str(package.locate_file("")))
         names = [Path(file) for file in package.files or [] if file.suffix == ".py"]
         licence = _licence(package)

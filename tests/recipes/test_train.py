@@ -1,4 +1,4 @@
-"""The script that makes the shipped draft, end to end on a random target: parts run, stop and go on."""
+"""The recipe of the shipped draft, end to end on a random target: parts run, stop and go on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longspec import LongSpec
 from longspec.data.shards import read_info
 from tests.train.tiny import no_launcher
 
-SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "train-smollm2-draft"
+ROOT = Path(__file__).parents[2]
 # What differs from the real thing: the target has two layers, and nobody waits for a good draft.
 SMALL = (
     "draft.cross_layers=[0,1]",
@@ -28,11 +28,20 @@ SMALL = (
 
 
 def script(part: str, folder: Path, target: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), part, "--output", str(folder), "--target", str(target), "--dry"]
-    command += ["--tokens", "1k", "--device", "cpu", "--methods", "seq:3,tree:2x4x4@6"]
+    command = [sys.executable, "-m", "recipes.smollm2.train", part, "--output", str(folder), "--dry"]
+    command += [
+        "--target",
+        str(target),
+        "--tokens",
+        "1k",
+        "--device",
+        "cpu",
+        "--methods",
+        "seq:3,tree:2x4x4@6",
+    ]
     command += [*(f"--set={one}" for one in SMALL), *more]
     environment = no_launcher() | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=ROOT)
 
 
 @pytest.mark.full

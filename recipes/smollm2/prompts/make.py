@@ -12,10 +12,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from longspec.data.held_out import HeldOut
-from longspec.data.prompts import code, functions, language, maths, passages, writing
-from longspec.data.prompts.library import Library
 from longspec.errors import UserError
+from recipes.smollm2.held_out import HeldOut
+from recipes.smollm2.prompts import code, functions, language, maths, passages, writing
+from recipes.smollm2.prompts.library import Library
 
 Maker = Callable[[Random, Library], dict[str, Any]]
 # How often another prompt is tried in the place of one that is there already or held out.
@@ -141,7 +141,7 @@ def _shares(shares: Mapping[str, float] | None, library: Library) -> tuple[list[
         if not 0 <= share < float("inf"):
             raise UserError(f"kind {name}:{share}: a share from 0 up is needed")
         if share and KINDS[name].needs_books and not library.has_books:
-            raise UserError(f"kind {name!r} quotes books; give --documents that have some")
+            raise UserError(f"kind {name!r} quotes books; give documents that have some")
     if not sum(shares.values()):
         raise UserError("all shares of the kinds are 0; give one a share")
     return list(shares), list(shares.values())

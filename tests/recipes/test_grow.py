@@ -13,12 +13,12 @@ from longspec import LongSpec
 from longspec.hub import DEFAULT_TARGET, resolve
 from tests.train.tiny import BASE, make_dataset, make_target, run
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "grow-draft"
+ROOT = Path(__file__).parents[2]
 
 
 def grow(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "recipes.smollm2.grow", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 
 def test_a_grown_draft_drafts_as_before(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Documents and prompts as users make them: the same every time, and nothing that is held out."""
+"""The documents and prompts of the recipe: the same every time, and nothing that is held out."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from longspec.cli.main import main
-from longspec.data.held_out import HeldOut
-from longspec.data.prompts.make import KINDS
+from longspec import UserError
 from longspec.data.samples import read_prompt
+from recipes.smollm2.collect import collect
+from recipes.smollm2.held_out import HeldOut
+from recipes.smollm2.prompts.library import Library
+from recipes.smollm2.prompts.make import KINDS, make_prompts
 
 # What is measured on, as the file of measurements has it and as the book has it.
 SECRET = (
@@ -27,8 +29,8 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def collected(folder: Path) -> tuple[Path, Path]:
-    """Documents of a book with the secret in its middle and of a package; and the file that holds it out."""
+def collected(folder: Path) -> tuple[Path, HeldOut]:
+    """Documents of a book with the secret in its middle and of a package; and what holds it out."""
     people = ("Anselm", "Brigid", "Corwin", "Delia", "Edmund", "Fenella")
     pages = [
         f'On day {day} the traveller {people[day % 6]} came to {people[day % 5]} and spoke of the road. "It '
@@ -40,22 +42,18 @@ def collected(folder: Path) -> tuple[Path, Path]:
     book = {"title": "A Road", "text": "\r\n\r\n".join(pages)}
     with lzma.open(folder / "books.jsonl.xz", "wt", encoding="utf-8") as file:
         file.write(json.dumps(book) + "\n")
-    held_out = folder / "held_out.jsonl"
+    path = folder / "held_out.jsonl"
     records = [{"turns": [f"Summarize this.\n\n{SECRET}"]}, {"turns": ["How do I clean oranges?"]}]
-    held_out.write_text("".join(json.dumps(record) + "\n" for record in records))
-    documents = folder / "documents.jsonl"
-    command = ["data", "collect", "--books", str(folder / "books.jsonl.xz"), "--packages", "jinja2"]
-    command += ["--licence", "public domain", "--held-out", str(held_out), "--output", str(documents)]
-    assert main(command) == 0
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    documents, held_out = folder / "documents.jsonl", HeldOut.read([str(path)])
+    made = collect(documents, [str(folder / "books.jsonl.xz")], ["jinja2"], held_out, "public domain")
+    assert (made.num_books, made.num_cut) == (1, 1)
     return documents, held_out
 
 
-def test_collect_names_licences_and_cuts_out_what_is_held_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    documents, _ = collected(tmp_path)
+def test_collect_names_licences_and_cuts_out_what_is_held_out(tmp_path: Path) -> None:
+    documents, held_out = collected(tmp_path)
     found = lines_of(documents)
-    assert "1 books" in capsys.readouterr().out
     assert {line["licence"] for line in found if line["kind"] == "book"} == {"public domain"}
     assert any("BSD" in line["licence"] for line in found if line["source"] == "jinja2")
     texts = [line["text"] for line in found if line["kind"] == "book"]
@@ -64,19 +62,19 @@ def test_collect_names_licences_and_cuts_out_what_is_held_out(
     assert texts[0].endswith("the bridge must be mended")
     assert texts[1].strip().startswith("On day 450 ")
     assert sum(text.count("the bridge must be mended") for text in texts) == 900
+    with pytest.raises(UserError, match="package 'no-such' is not installed"):
+        collect(tmp_path / "none", [], ["no-such"], held_out)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "none"))]
 
 
-def test_prompts_are_many_the_same_again_and_never_held_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_are_many_the_same_again_and_never_held_out(tmp_path: Path) -> None:
     documents, held_out = collected(tmp_path)
-    command = ["data", "prompts", "--documents", str(documents), "--held-out", str(held_out)]
-    for name, number in {"once": 3000, "again": 3000, "fewer": 500}.items():
-        assert main([*command, "--number", str(number), "--output", str(tmp_path / name)]) == 0
+    library = Library([str(documents)])
+    for name, number, seed in (("once", 3000, 0), ("again", 3000, 0), ("fewer", 500, 0), ("other", 500, 1)):
+        make_prompts(tmp_path / name, number, library, held_out, seed=seed)
     once = (tmp_path / "once").read_bytes()
     assert once == (tmp_path / "again").read_bytes()
     assert once.startswith((tmp_path / "fewer").read_bytes())
-    assert main([*command, "--number", "500", "--seed", "1", "--output", str(tmp_path / "other")]) == 0
     assert (tmp_path / "other").read_bytes() != (tmp_path / "fewer").read_bytes()
 
     found = lines_of(tmp_path / "once")
@@ -90,27 +88,18 @@ def test_prompts_are_many_the_same_again_and_never_held_out(
     quoting = {"code", "function_heads"}
     plain = [text for text, line in zip(texts, found, strict=True) if line["kind"] not in quoting]
     assert not [text for text in plain if re.search(r"\{[a-z0-9_]*\}", text)]
-    guard = HeldOut.read([str(held_out)])
-    assert all(guard.allows(text) for text in texts)
-    assert not guard.allows("how do I clean ORANGES?")
-    capsys.readouterr()
+    assert all(held_out.allows(text) for text in texts)
+    assert not held_out.allows("how do I clean ORANGES?")
 
 
-def test_long_prompts_are_made_on_demand_and_bad_wishes_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    documents, _ = collected(tmp_path)
-    command = ["data", "prompts", "--output", str(tmp_path / "long"), "--number", "40"]
-    assert main([*command, "--documents", str(documents), "--kinds", "long_texts:3,essays:1"]) == 0
-    found = lines_of(tmp_path / "long")
+def test_long_prompts_are_made_on_demand_and_need_books(tmp_path: Path) -> None:
+    documents, held_out = collected(tmp_path)
+    output = tmp_path / "long"
+    make_prompts(output, 40, Library([str(documents)]), held_out, {"long_texts": 3, "essays": 1})
+    found = lines_of(output)
     assert {line["kind"] for line in found} == {"long_texts", "essays"}
     assert max(len(line["prompt"]) for line in found) > 12_000
-    capsys.readouterr()
-
-    assert main([*command, "--kinds", "sonnets"]) == 2
-    assert "kind 'sonnets' is unknown; there are: maths" in capsys.readouterr().err
-    assert main([*command, "--kinds", "summaries"]) == 2
-    assert "'summaries' quotes books" in capsys.readouterr().err
-    assert main(["data", "collect", "--packages", "no-such", "--output", str(tmp_path / "none")]) == 2
-    assert "package 'no-such' is not installed" in capsys.readouterr().err
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "none"))]
+    with pytest.raises(UserError, match="kind 'sonnets' is unknown; there are: maths"):
+        make_prompts(output, 40, Library([]), held_out, {"sonnets": 1})
+    with pytest.raises(UserError, match="'summaries' quotes books"):
+        make_prompts(output, 40, Library([]), held_out, {"summaries": 1})

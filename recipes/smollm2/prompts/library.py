@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from longspec.data.collect import SOURCE
 from longspec.data.records import read_records
 from longspec.errors import UserError
+from recipes.smollm2.collect import SOURCE
 
 # A sentence: from a capital to its full stop, without headings, verse and tables.
 _SENTENCE = re.compile(r"(?<![\w.])[A-Z][^.!?\n|*_#\[\]]{30,220}[.!?](?=[\s\"'])")
@@ -33,7 +33,7 @@ class Function:
 
 
 class Library:
-    """The documents of `longspec data collect`, to quote from by chance."""
+    """The documents that `collect` wrote, to quote from at random."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         books: list[str] = []
@@ -41,9 +41,7 @@ class Library:
         for record in read_records(paths):
             text = record.get("text")
             if not isinstance(text, str):
-                raise UserError(
-                    f"a record of {', '.join(paths)} has no text 'text'; see longspec data collect"
-                )
+                raise UserError(f"a record of {', '.join(paths)} has no text 'text'")
             (sources if record.get("kind") == SOURCE else books).append(text)
         self._books, self._sources = _Shelf(books), _Shelf(sources)
         self._functions: dict[int, list[Function]] = {}

@@ -6,8 +6,8 @@ import re
 from random import Random
 from typing import Any
 
-from longspec.data.prompts.library import Library
-from longspec.data.prompts.wordings import wordings, words
+from recipes.smollm2.prompts.library import Library
+from recipes.smollm2.prompts.wordings import wordings, words
 
 # An article before a vowel, but for words like "university" and "one".
 _ARTICLE = re.compile(r"\b([Aa]) (?=[aeio])(?!one|eu)")

@@ -19,7 +19,7 @@ test-full: .venv/ready  ## the tests that take minutes as well
 	$(BIN)/pytest -n 2 --dist worksteal
 
 bench: .venv/ready  ## vanilla decoding side by side with transformers
-	$(BIN)/longspec bench vanilla
+	$(BIN)/longspec bench generate --baseline hf --methods vanilla --workload repo:512 --max-new-tokens 48
 
 .venv/ready: pyproject.toml constraints.txt scripts/setup
 	@PYTHON="$(PYTHON)" scripts/setup

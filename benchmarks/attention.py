@@ -1,6 +1,6 @@
 """Attention of one layer over a long cache, against the memory's speed and against torch's kernels.
 
-`python -m longspec.bench.attention` prints a table; it needs a GPU.
+`python benchmarks/attention.py` prints a table; it needs a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longspec.attention.base import merge
-from longspec.bench.bandwidth import copy_bandwidth
+from longspec.bench.environment import copy_bandwidth
 from longspec.engine.graph import capture
 from longspec.engine.memory import FUSED_PAGE
 

@@ -1,4 +1,7 @@
-"""The headline table, made from committed runs and written between two marks of a markdown file."""
+"""The headline table, made from committed runs and written between two marks of a markdown file.
+
+`python benchmarks/headline.py docs/benchmarks.md` writes it there; without a file it is printed.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longspec.bench.folder import RUN, read_run
-from longspec.bench.markdown import load_average, name_of, sameness, spread, table
+from longspec.bench.report import (
+    fastest_peer,
+    load_averages,
+    name_of,
+    repeats_text,
+    sameness,
+    spread,
+    table,
+)
 from longspec.bench.summary import Figures, summarise
 from longspec.errors import UserError
 from longspec.models.files import write_whole
 
-BEGIN = "<!-- headline: made by scripts/headline, not by hand -->"
+BEGIN = "<!-- headline: made by benchmarks/headline.py, not by hand -->"
 END = "<!-- headline: end -->"
 METHOD = "auto"
 """What users get who choose nothing."""
@@ -34,13 +45,13 @@ def _table(folder: Path) -> str:
         f"{where['target']} in {where['dtype']} on {where['processor']}, "
         + (f"{where['threads']} threads" if where["device"] == "cpu" else where["device"])
         + f", torch {where['torch']}, transformers {where['transformers']}, commit {where['commit']}, "
-        f"{run['begun']}; median of {facts['repeats']} repeats (least to most), load average "
-        f"{load_average(rows)}: `{run['command']}`"
+        f"{run['begun']}; {repeats_text(facts['repeats'])}, load average "
+        f"{load_averages(rows)}: `{run['command']}`"
     )
     figures = [one for one in summarise(rows) if one.method == METHOD]
     if not figures:
         raise UserError(f"{folder} has no rows of method {METHOD}")
-    peers = any(_fastest_peer(one) for one in figures)
+    peers = any(fastest_peer(one) for one in figures)
     header = ["prompts", "T", "against our vanilla", "tokens/s", "tau", "the same words"]
     if peers:
         header.insert(3, "against the fastest of transformers")
@@ -57,14 +68,9 @@ def _line(one: Figures, peers: bool) -> list[str]:
         sameness(one),
     ]
     if peers:
-        peer = _fastest_peer(one)
+        peer = fastest_peer(one)
         line.insert(3, f"{spread(one.speedup[peer])}, {peer}" if peer else "-")
     return line
-
-
-def _fastest_peer(one: Figures) -> str | None:
-    peers = [name for name in one.speedup if name.startswith("hf")]
-    return min(peers, key=lambda name: one.speedup[name].median, default=None)
 
 
 def rewritten(path: Path, text: str) -> str:
@@ -78,7 +84,7 @@ def rewritten(path: Path, text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, or put it into files; with --check only say whether they are up to date."""
-    parser = argparse.ArgumentParser(prog="scripts/headline", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="headline", description=main.__doc__)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="markdown with the two marks")
     parser.add_argument("--results", type=Path, default=Path("docs/results"), help="(%(default)s)")
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a file is old")

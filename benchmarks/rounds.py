@@ -1,4 +1,4 @@
-"""What a chain's round costs on one CPU thread, by part, in vanilla steps: `python -m longspec.bench.rounds`.
+"""What a chain's round costs on one CPU thread, by part, in vanilla steps: `python benchmarks/rounds.py`.
 
 The target is the default one, the draft has random weights: what a round costs does not depend on them.
 Everything takes turns, and what is counted is the thread's own time, so that other programs matter less.

@@ -43,8 +43,35 @@ def test_the_best_nodes_of_a_larger_tree_are_asked_for_by_label() -> None:
             read_method(label)
 
 
+def test_every_option_of_a_method_can_be_set_in_its_label(smollm2: LongSpec) -> None:
+    magicdec = read_method("magicdec:4:window=256:sinks=8")
+    assert (magicdec.gamma, magicdec.window, magicdec.sinks) == (4, 256, 8)
+    assert read_method("lookup:max_ngram=2").max_ngram == 2
+    assert read_method("seq:6:min_confidence=0.4").min_confidence == 0.4
+    assert not OurMethod(smollm2, "tree:2x4:acceptance=rejection").same_when_sampled
+    for label, told in {
+        "lookup:max_ngrams=2": "'max_ngrams=2' sets no option",
+        "lookup:6:4": "'4' sets no option",
+        "lookup:max_ngram=99": "max_ngram is 99",
+        "magicdec:window=wide": "window is 'wide'",
+    }.items():
+        with pytest.raises(UserError, match=told):
+            read_method(label)
+
+
 @pytest.mark.parametrize(
-    "label", ["vanilla", "lookup:3", "seq:2", "tree:2x4", "tree:2x4@5", "tree:2x4@5+3", "tree:1x1"]
+    "label",
+    [
+        "magicdec:2:window=2:sinks=1",
+        "seq:3:min_confidence=0.99",
+        "vanilla",
+        "lookup:3",
+        "seq:2",
+        "tree:2x4",
+        "tree:2x4@5",
+        "tree:2x4@5+3",
+        "tree:1x1",
+    ],
 )
 def test_what_ran_is_told_by_the_label_that_asks_for_it(smollm2: LongSpec, label: str) -> None:
     (answer,) = OurMethod(smollm2, label).answers([[1, 2, 3, 1, 2]], [Asked(4, 0.0, 0)])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longspec.bench.folder import Row, read_run
-from longspec.bench.markdown import name_of, table
+from longspec.bench.report import name_of, table
 from longspec.bench.runners import accepted_by_depth, read_method
 from longspec.bench.summary import summarise
 from longspec.decoding.expected import tree_name
@@ -44,7 +44,7 @@ def acceptance_table(rows: Sequence[Row]) -> dict[str, Any]:
     chains: dict[int, list[float]] = {}
     trees: dict[str, list[float]] = {}
     greedy = [row for row in rows if row["temperature"] == 0 and row["method"].startswith(("seq", "tree"))]
-    for label in dict.fromkeys(row["method"] for row in greedy):
+    for label in dict.fromkeys(row["method"] for row in greedy if "=" not in row["method"]):
         options = read_method(label)
         own = [row for row in greedy if row["method"] == label and row["repeat"] == 0]
         depth = options.gamma if options.method == "seq" else len(options.tree_shape)

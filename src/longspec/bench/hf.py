@@ -15,13 +15,6 @@ from longspec.api import LongSpec
 from longspec.bench.runners import Answer, Asked
 from longspec.errors import UserError
 
-LABELS = {
-    "hf": "generate as it comes: eager, dynamic cache",
-    "hf-static": "static cache and torch.compile",
-    "hf-lookup": "its prompt lookup, 10 tokens",
-    "hf-assisted": "its assisted decoding, with --assistant",
-}
-
 
 class _Clock:
     """A streamer that notes when tokens come; the prompt comes first."""
@@ -41,6 +34,8 @@ class _Clock:
 
 class Transformers:
     """One way to call `generate`. Times are taken as ours are: the first token ends the prefill."""
+
+    same_when_sampled = False
 
     def __init__(self, label: str, theirs: Any, model: LongSpec, options: dict[str, Any]) -> None:
         self.label = label

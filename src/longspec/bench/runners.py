@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, cast
 
 from longspec.api import LongSpec
 from longspec.config import DEFAULT_TREE
@@ -12,7 +13,7 @@ from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 from longspec.generation import Generation
-from longspec.options import Options
+from longspec.options import Options, method_options
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Runner(Protocol):
     """One line of the comparison."""
 
     label: str
+    same_when_sampled: bool
+    """Whether it must say what vanilla says at temperatures above 0, too: it draws with the same noise."""
 
     def answers(self, prompts: Many[list[int]], asked: Many[Asked]) -> list[Answer]:
         """Answer them side by side; what an earlier turn of the same items left in a cache may be used."""
@@ -59,30 +62,26 @@ class OurMethod:
     """A decoding method of this package."""
 
     def __init__(self, model: LongSpec, label: str) -> None:
-        self.label = label
-        self._model = model
-        self._method = read_method(label)
-        if self._method.method != "auto":
-            make_method(self._method, model.engine.models.draft)  # refuses, before all else
+        method = read_method(label)
+        if method.method != "auto":
+            make_method(method, model.engine.models.draft)  # refuses, before all else
+        self.label, self.same_when_sampled = label, method.acceptance == "coupled"
+        self._model, self._given = model, parse_method(label)
 
     def _options(self, asked: Many[Asked]) -> Options:
-        given = {
+        asking = {
             "max_new_tokens": asked[0].max_new_tokens,
             "temperature": asked[0].temperature,
             "seed": [one.seed for one in asked],
-            "method": self._method.method,
-            "gamma": self._method.gamma,
-            "tree_shape": self._method.tree_shape,
-            "max_nodes": self._method.max_nodes,
-            "num_copied": self._method.num_copied,
         }
-        return cast("Options", given)
+        return cast("Options", self._given | asking)
 
     def answers(self, prompts: Many[list[int]], asked: Many[Asked]) -> list[Answer]:
         """See `Runner.answers`. They differ in their seeds alone."""
+        named = [part for part in self.label.split(":") if "=" in part]
         return [
             Answer(
-                ran=_label_of(found),
+                ran=":".join([_label_of(found), *named]),
                 token_ids=found.token_ids,
                 first_tokens=1,
                 prefill_seconds=found.prefill_seconds,
@@ -100,32 +99,61 @@ class OurMethod:
 
 
 def read_method(label: str) -> MethodOptions:
-    """What a label of `--methods` means: a method, and behind a colon its size.
+    """What a label of `--methods` means, checked."""
+    return method_options(parse_method(label))
+
+
+def parse_method(label: str) -> dict[str, Any]:
+    """The options of a label of `--methods`: a method, its size, and other options by name, between colons.
 
     lookup:6, seq:4 and magicdec:4 say the chain's length, tree:4x16x16 the nodes per depth; tree:8x32x32@64
     verifies only the best 64 nodes of it, the root counted, and tree:8x32x32@64+12 copies up to 12 tokens.
+    magicdec:4:window=256:sinks=8 and tree:acceptance=rejection set options by their names.
     """
-    name, _, size = label.partition(":")
-    options = MethodOptions(name)
+    name, *parts = label.split(":")
+    method_options({"method": name})  # refuses an unknown one
+    given: dict[str, Any] = {"method": name}
+    if parts and "=" not in parts[0]:
+        given |= _parse_size(label, name, parts.pop(0))
+    known = [field.name for field in fields(MethodOptions) if field.name not in ("method", "tree_shape")]
+    for part in parts:
+        option, _, value = part.partition("=")
+        if option not in known:
+            raise UserError(
+                f"method {label!r}: {part!r} sets no option; write NAME=VALUE, of {', '.join(known)}"
+            )
+        given[option] = _parse_value(value)
+    return given
+
+
+def _parse_size(label: str, name: str, size: str) -> dict[str, Any]:
+    given: dict[str, Any] = {}
     size, copies, copied = size.partition("+")
     size, pruned, most = size.partition("@")
     if pruned and (name != "tree" or not most.isdecimal()):
         raise UserError(f"method {label!r}: @ is for trees, with a number of nodes; write tree:8x32x32@64")
     if copies and (name != "tree" or not copied.isdecimal()):
         raise UserError(f"method {label!r}: + is for trees, with a number of tokens; write tree:8x32x32+12")
-    options = replace(options, max_nodes=int(most)) if pruned else options
-    options = replace(options, num_copied=int(copied)) if copies else options
+    given |= {"max_nodes": int(most)} if pruned else {}
+    given |= {"num_copied": int(copied)} if copies else {}
     if not size:
-        return options
+        return given
     try:
         numbers = tuple(int(part) for part in size.split("x"))
     except ValueError:
         raise UserError(f"method {label!r}: {size!r} is no size; write lookup:6 or tree:4x16x16") from None
     if name == "tree":
-        return replace(options, tree_shape=numbers)
+        return given | {"tree_shape": numbers}
     if name not in ("seq", "magicdec", "lookup") or len(numbers) != 1:
         raise UserError(f"method {label!r}: {name} takes no such size; write lookup:6 or tree:4x16x16")
-    return replace(options, gamma=numbers[0])
+    return given | {"gamma": numbers[0]}
+
+
+def _parse_value(text: str) -> int | float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def method_label(method: str, gamma: int | None, tree_shape: tuple[int, ...] | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from longspec.api import LongSpec
-    from longspec.bench.session import Settings
+    from longspec.bench.run import RunSetting
     from longspec.bench.workloads import Workload
 
     Workloads = Callable[[LongSpec], Sequence[Workload]]
@@ -103,7 +104,8 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
         default="auto,lookup",
         metavar="M,M,...",
         help="besides vanilla; with a size: lookup:6, seq:4, magicdec:4, tree:4x16x16, and "
-        "tree:8x32x32@64 for its best 64 nodes, +12 behind it to copy up to 12 tokens (%(default)s)",
+        "tree:8x32x32@64 for its best 64 nodes, +12 behind it to copy up to 12 tokens; with options of "
+        "generate: magicdec:4:window=256:sinks=8, seq:6:min_confidence=0.4 (%(default)s)",
     )
 
 
@@ -184,7 +186,7 @@ def run_longbench(arguments: argparse.Namespace) -> int:
 
 def run_aime(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from longspec.bench.published import aime
+    from longspec.bench.catalogue import aime
 
     settings = _settings(arguments, [_published_label(arguments)])
     data = Path(arguments.data_path_prefix) if arguments.data_path_prefix else None
@@ -199,16 +201,16 @@ def _published_label(arguments: argparse.Namespace) -> str:
 
 def _settings(
     arguments: argparse.Namespace, methods: list[str], limit: int | None = None, batch: int = 1
-) -> Settings:
+) -> RunSetting:
     """Checked here, so that a bad value is told before a long load."""
-    from longspec.bench.session import Settings
+    from longspec.bench.run import RunSetting
     from longspec.errors import UserError
 
     if arguments.baseline not in (None, "hf"):
         raise UserError(f"--baseline {arguments.baseline!r} is unknown; there is: hf")
     if arguments.assistant and not arguments.baseline:
         raise UserError("--assistant is for --baseline hf; give both")
-    return Settings(
+    return RunSetting(
         methods=[name.strip() for name in methods if name.strip()],
         temperatures=numbers("--temperature", arguments.temperature, float),
         repeats=arguments.repeats,
@@ -228,11 +230,12 @@ def numbers(flag: str, text: str, kind: type[Number]) -> list[Number]:
         raise UserError(f"{flag} is {text!r}; numbers separated by commas are needed") from None
 
 
-def _bench(arguments: argparse.Namespace, settings: Settings, workloads: Workloads) -> int:
+def _bench(arguments: argparse.Namespace, settings: RunSetting, workloads: Workloads) -> int:
     from longspec.bench.folder import read_run
     from longspec.bench.hf import Transformers, baselines
-    from longspec.bench.markdown import report
-    from longspec.bench.session import bench
+    from longspec.bench.plots import can_draw
+    from longspec.bench.report import markdown
+    from longspec.bench.run import bench
     from longspec.bench.summary import to_json
     from longspec.hub import resolve
     from longspec.progress import count_bar
@@ -254,6 +257,20 @@ def _bench(arguments: argparse.Namespace, settings: Settings, workloads: Workloa
     if arguments.json:
         print(json.dumps({"run": str(output), "figures": to_json(figures)}))
     else:
-        print(report(figures, read_run(output)[0]))
-        print(f"Rows and plots are in {output}; for a page of it: longspec bench report {output}")
+        show_markdown(markdown(figures, read_run(output)[0]))
+        what = "Rows and plots" if can_draw() else "Rows"
+        print(f"\n{what} are in {output}; for a page of it: longspec bench report {output}")
     return 0
+
+
+def show_markdown(text: str) -> None:
+    """Print it as tables in a terminal, else as it is."""
+    from longspec.cli.terminal import printable
+
+    if not sys.stdout.isatty():
+        print(text, end="")
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(printable(text)))

@@ -12,7 +12,7 @@ from longspec.cli.arguments import add_tree_shape
 from longspec.config import DEFAULT_TREE
 
 if TYPE_CHECKING:
-    from longspec.bench.latency import Latencies, Setting
+    from longspec.bench.latency import Latencies, LatencySetting
     from longspec.config import DraftConfig
 
 
@@ -96,8 +96,10 @@ def _draft(arguments: argparse.Namespace, depth: int | None = None) -> DraftConf
 
 def run_latency(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from longspec.bench.latency import measure_latency
-    from longspec.bench.latency_report import report, to_json, write_report
+    from longspec.bench.latency import measure_latency, to_json, write_report
+    from longspec.bench.plots import can_draw
+    from longspec.bench.report import latency_markdown
+    from longspec.cli.bench_generate import show_markdown
     from longspec.errors import UserError
     from longspec.progress import count_bar
 
@@ -116,14 +118,14 @@ def run_latency(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(to_json(found, arguments.tau)))
         return 0
-    print(report(found, arguments.tau), end="")
+    show_markdown(latency_markdown(found, arguments.tau))
     if folder is not None:
-        print(f"\nThe same as a table, JSON and a plot is in {folder}")
+        print(f"The same as Markdown and JSON{' and a plot' if can_draw() else ''} is in {folder}")
     return 0
 
 
-def _setting(arguments: argparse.Namespace) -> Setting:
-    from longspec.bench.latency import Setting
+def _setting(arguments: argparse.Namespace) -> LatencySetting:
+    from longspec.bench.latency import LatencySetting
     from longspec.decoding.choose import Sampling
     from longspec.errors import UserError
 
@@ -133,7 +135,7 @@ def _setting(arguments: argparse.Namespace) -> Setting:
     except ValueError:
         raise UserError(f"--max-nodes is {arguments.max_nodes!r}; give a number, or auto") from None
     sampling = Sampling(arguments.temperature, top_p=arguments.top_p)
-    return Setting(
+    return LatencySetting(
         shape=arguments.shape,
         contexts=tuple(dict.fromkeys(arguments.context)),
         batches=tuple(dict.fromkeys(arguments.batch)),

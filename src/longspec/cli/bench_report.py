@@ -17,13 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from longspec.bench.report import write_report
+    from longspec.bench.report import write_page
     from longspec.errors import UserError
 
     if arguments.answers < 0:
         raise UserError(f"--answers is {arguments.answers}; it must be 0 or more")
     runs = [Path(one) for one in arguments.runs]
     output = Path(arguments.output) if arguments.output else runs[0] / "report.html"
-    write_report(runs, output, arguments.answers)
+    write_page(runs, output, arguments.answers)
     print(output)
     return 0

@@ -14,7 +14,6 @@ from longspec.bench.folder import RUN, read_run
 from longspec.bench.report import (
     fastest_peer,
     load_averages,
-    name_of,
     repeats_text,
     sameness,
     spread,
@@ -60,7 +59,7 @@ def _table(folder: Path) -> str:
 
 def _line(one: Figures, peers: bool) -> list[str]:
     line = [
-        name_of(one),
+        one.name,
         f"{one.temperature:g}",
         spread(one.speedup.get("vanilla")),
         spread(one.tokens_per_second, 1),

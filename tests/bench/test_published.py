@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.headline import BEGIN, END
 from benchmarks.headline import main as headline
+from benchmarks.plot_readme import draw
 from longspec.bench.folder import read_run
 from longspec.cli.main import main
 from longspec.config import DraftConfig
@@ -149,6 +150,13 @@ def test_the_headline_is_made_from_the_rows(tmp_path: Path, capsys: pytest.Captu
     assert "stale" not in text
     readme.write_text("no place")
     assert headline(flags) == 2
+
+
+def test_the_readmes_picture_is_drawn_from_the_committed_results() -> None:
+    batch, context, transformers = draw(ROOT / "docs" / "results").axes
+    assert [text.get_text() for text in batch.texts] == ["6.5×", "5.7×", "3.9×", "3.2×", "2.2×"]
+    assert len(context.lines) == 2
+    assert "chat, H200" in [label.get_text() for label in transformers.get_yticklabels()]
 
 
 def test_the_committed_table_is_that_of_the_committed_runs() -> None:

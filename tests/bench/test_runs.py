@@ -108,6 +108,21 @@ def test_a_run_that_was_killed_goes_on_and_has_the_same_rows(
     assert "max_new_tokens 10, and now it is 12" in capsys.readouterr().err
 
 
+def test_a_terminal_gets_a_table_and_no_promise_of_plots_that_are_not_there(
+    whole: Path, prompts: Path, tiny_folder: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    flags = ("--workload", str(prompts), "--temperature", "0,0.8", "--repeats", "2", "--output", str(whole))
+    command = [*BENCH[len(PROGRAM) :], *flags, "--target", str(tiny_folder), "--dtype", "float32"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr("longspec.bench.plots.can_draw", lambda: False)
+    assert main([*command, "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "│ some/all" in shown
+    assert "| --- |" not in shown
+    assert f"Rows are in {whole}" in shown.replace("\n", "")
+
+
 def test_a_full_disk_keeps_what_is_finished(prompts: Path, tiny_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "full"
     command = (*BENCH, "--workload", str(prompts), "--output", str(folder), "--target", str(tiny_folder))

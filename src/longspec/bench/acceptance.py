@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longspec.bench.folder import Row, read_run
-from longspec.bench.report import name_of, table
+from longspec.bench.report import table
 from longspec.bench.runners import accepted_by_depth, read_method
 from longspec.bench.summary import summarise
 from longspec.decoding.expected import tree_name
@@ -76,7 +76,7 @@ def _measured(found: Sequence[tuple[dict[str, Any], list[Row]]]) -> str:
             if facts["environment"].get(name)
         )
         lines = [
-            [name_of(one), str(one.items), f"{one.prompt_tokens:,}", f"{one.temperature:g}", one.method]
+            [one.name, str(one.items), f"{one.prompt_tokens:,}", f"{one.temperature:g}", one.method]
             + ["-" if tau is None else f"{tau:.2f}" for tau in (one.tau, one.tau_without_loops)]
             for one in summarise(rows)
             if one.method.startswith(("seq", "tree"))

@@ -50,14 +50,10 @@ def _canvas(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _group(one: Figures, figures: Sequence[Figures], name: str | None = None) -> str:
-    """The kind, or `name`, with what else tells it apart from the other figures."""
-    parts = [name or one.kind]
-    if len({other.workload for other in figures}) > 1:
-        parts.insert(0, one.workload)
-    if len({other.temperature for other in figures}) > 1:
-        parts.append(f"T={one.temperature:g}")
-    return " ".join(parts)
+def _group(one: Figures, figures: Sequence[Figures]) -> str:
+    """The prompts of a line, with no more words than tell them apart from the others."""
+    name = one.name if len({other.workload for other in figures}) > 1 else one.kind
+    return name if len({other.temperature for other in figures}) == 1 else f"{name}, T={one.temperature:g}"
 
 
 def _draw_speedup(figures: Sequence[Figures]) -> Any:
@@ -90,17 +86,17 @@ def _draw_bars(figures: Sequence[Figures]) -> Any:
     axes.margins(x=0.1)
     axes.grid(alpha=0.3, axis="x")
     axes.set_axisbelow(True)
-    canvas.legend(loc="outside upper center", ncols=min(3, len(methods)), fontsize="small")
+    canvas.legend(loc="outside upper center", ncols=min(4, len(methods)), fontsize="small")
     return canvas
 
 
 def _draw_lines(figures: Sequence[Figures]) -> Any:
     canvas = _canvas(7, 3.6)
     axes = canvas.subplots()
-    labels = list(dict.fromkeys(_group(one, figures, one.method) for one in figures))
-    for number, label in enumerate(labels):
-        own = [one for one in figures if _group(one, figures, one.method) == label]
-        own.sort(key=lambda one: one.prompt_tokens)
+    lines: dict[str, list[Figures]] = {}
+    for one in sorted(figures, key=lambda one: one.prompt_tokens):
+        lines.setdefault(f"{one.method}, {one.workload}, T={one.temperature:g}", []).append(one)
+    for number, (label, own) in enumerate(lines.items()):
         ratios = [one.speedup["vanilla"] for one in own]
         errors = [[one.median - one.least for one in ratios], [one.most - one.median for one in ratios]]
         axes.errorbar(
@@ -112,7 +108,7 @@ def _draw_lines(figures: Sequence[Figures]) -> Any:
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set(xlabel="prompt tokens", ylabel="decoding speed, vanilla = 1")
     axes.grid(alpha=0.3)
-    canvas.legend(loc="outside upper center", ncols=min(3, len(labels)), fontsize="small")
+    canvas.legend(loc="outside upper center", ncols=min(3, len(lines)), fontsize="small")
     return canvas
 
 
@@ -133,7 +129,7 @@ def _draw_acceptance(figures: Sequence[Figures]) -> Any:
             number = groups.index(group)
             style = "-" if number < 10 else "--"
             (shown[group],) = axes.plot(depths, one.acceptance, style, color=f"C{number % 10}", marker="o")
-        axes.set(title=method, ylabel="share of rounds", ylim=(0, 1))
+        axes.set(title=method, ylabel="share of rounds", ylim=(0, 1.04))
         axes.locator_params(axis="x", integer=True)
         axes.grid(alpha=0.3)
     panels[-1].set_xlabel("depth")

@@ -43,11 +43,6 @@ def load_averages(rows: Sequence[Row]) -> str:
     return " to ".join(f"{load:g}" for load in sorted({min(loads), max(loads)}))
 
 
-def name_of(one: Figures) -> str:
-    """The group that a line belongs to."""
-    return one.workload if one.kind in one.workload.split(":") else f"{one.workload}/{one.kind}"
-
-
 def sameness(one: Figures) -> str:
     """Whether it said what vanilla says."""
     if not one.compared:
@@ -62,7 +57,7 @@ def sameness(one: Figures) -> str:
 def cells(one: Figures) -> list[str]:
     """A line of the main table."""
     return [
-        name_of(one),
+        one.name,
         f"{one.temperature:g}",
         _method_name(one),
         spread(one.tokens_per_second, 1),
@@ -89,7 +84,7 @@ def _against_peers(figures: Sequence[Figures]) -> tuple[list[str], list[list[str
     """Header and lines of the table of ratios against `transformers`; no lines without it."""
     bases = list(dict.fromkeys(base for one in figures for base in one.speedup if base.startswith("hf")))
     lines = [
-        [name_of(one), f"{one.temperature:g}", _method_name(one)]
+        [one.name, f"{one.temperature:g}", _method_name(one)]
         + [spread(one.speedup.get(base)) for base in bases]
         for one in figures
         if bases and not one.method.startswith("hf")
@@ -108,7 +103,7 @@ def repeats_text(repeats: int) -> str:
     return "one repeat" if repeats == 1 else f"median of {repeats} repeats (least to most)"
 
 
-def _about(run: Mapping[str, Any]) -> str:
+def about(run: Mapping[str, Any]) -> str:
     """How a run was measured, in two sentences."""
     facts = run["facts"]
     speed = "decoding alone"
@@ -126,7 +121,7 @@ def markdown(figures: Sequence[Figures], run: Mapping[str, Any]) -> str:
     parts = [
         f"`{run['command']}`",
         ", ".join(f"{name} {value}" for name, value in environment if value is not None),
-        _about(run),
+        about(run),
         table(MAIN, [cells(one) for one in figures]),
     ]
     header, lines = _against_peers(figures)
@@ -231,7 +226,7 @@ def _run(run: dict[str, Any], rows: list[Row], num_answers: int) -> str:
     figures = summarise(rows)
     parts = [
         _cards(figures),
-        f"<p>{escape(_about(run))} tau is how many tokens a round emits. Memory is what an answer took "
+        f"<p>{escape(about(run))} tau is how many tokens a round emits. Memory is what an answer took "
         "beyond what was in use before it.</p>",
         f"<p><code>{escape(run['command'])}</code></p>",
         _pictures(figures),
@@ -267,7 +262,7 @@ def _cards(figures: Sequence[Figures]) -> str:
     one = headline_of(figures)
     if one is None:
         return ""
-    where = f"{one.method} on {name_of(one)}, temperature {one.temperature:g}"
+    where = f"{one.method} on {one.name}, temperature {one.temperature:g}"
     found = [(f"{one.speedup['vanilla'].median:.2f}×", f"as fast as vanilla: {where}")]
     if (peer := fastest_peer(one)) is not None:
         found.append((f"{one.speedup[peer].median:.2f}×", f"as fast as transformers at its fastest ({peer})"))

@@ -70,6 +70,12 @@ class Figures:
     largest_margin: float | None
     """Of the differences: how many logits lay between the two tokens, whichever a fresh pass prefers."""
 
+    @property
+    def name(self) -> str:
+        """The prompts that it is about."""
+        own = self.kind in self.workload.split(":")
+        return self.workload if own else f"{self.workload}/{self.kind}"
+
 
 def summarise(rows: Iterable[Row]) -> list[Figures]:
     """The figures of every group that has rows, in the order in which they came; kinds, then all together."""

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from longspec.cli.arguments import add_model_arguments, load
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from longspec.api import LongSpec
     from longspec.bench.run import RunSetting
+    from longspec.bench.summary import Figures
     from longspec.bench.workloads import Workload
 
     Workloads = Callable[[LongSpec], Sequence[Workload]]
@@ -257,20 +258,48 @@ def _bench(arguments: argparse.Namespace, settings: RunSetting, workloads: Workl
     if arguments.json:
         print(json.dumps({"run": str(output), "figures": to_json(figures)}))
     else:
-        show_markdown(markdown(figures, read_run(output)[0]))
+        run = read_run(output)[0]
+        if sys.stdout.isatty():
+            _show(figures, run)
+        else:
+            print(markdown(figures, run))
         what = "Rows and plots" if can_draw() else "Rows"
-        print(f"\n{what} are in {output}; for a page of it: longspec bench report {output}")
+        print(f"{what} are in {output}; for a page of it: longspec bench report {output}")
     return 0
 
 
-def show_markdown(text: str) -> None:
-    """Print it as tables in a terminal, else as it is."""
+def _show(figures: Sequence[Figures], run: dict[str, Any]) -> None:
+    """The medians as a table for a terminal; report.md has the rest."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from longspec.bench.report import about, fastest_peer
     from longspec.cli.terminal import printable
 
-    if not sys.stdout.isatty():
-        print(text, end="")
-        return
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    Console().print(Markdown(printable(text)))
+    console, table = Console(), Table()
+    peers = any(fastest_peer(one) for one in figures)
+    for name in ("prompts", "T", "method"):
+        table.add_column(name, overflow="fold")
+    for name in ("tokens/s", "speedup", *(["vs hf"] if peers else []), "tau"):
+        table.add_column(name, justify="right")
+    table.add_column("same words")
+    for place, one in enumerate(figures):
+        peer = fastest_peer(one)
+        ratios = [one.speedup.get("vanilla"), *([one.speedup[peer] if peer else None] if peers else [])]
+        same = f"{one.compared - one.different} of {one.compared}" if one.compared else "-"
+        first = place == 0 or figures[place - 1].name != one.name
+        cells = [
+            one.name if first else "",
+            f"{one.temperature:g}",
+            one.method,
+            f"{one.tokens_per_second.median:,.1f}",
+        ]
+        cells += ["-" if ratio is None else f"{ratio.median:.2f}" for ratio in ratios]
+        cells += ["-" if one.tau is None else f"{one.tau:.2f}", same]
+        last = place + 1 == len(figures) or figures[place + 1].name != one.name
+        table.add_row(*(Text(printable(cell)) for cell in cells), end_section=last)
+    console.print(printable(about(run)), markup=False, highlight=False)
+    console.print(table)
+    for name, why in run.get("left_out", {}).items():
+        console.print(printable(f"Left out: {name}: {why}."), markup=False, highlight=False)

@@ -99,7 +99,6 @@ def run_latency(arguments: argparse.Namespace) -> int:
     from longspec.bench.latency import measure_latency, to_json, write_report
     from longspec.bench.plots import can_draw
     from longspec.bench.report import latency_markdown
-    from longspec.cli.bench_generate import show_markdown
     from longspec.errors import UserError
     from longspec.progress import count_bar
 
@@ -118,7 +117,7 @@ def run_latency(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(to_json(found, arguments.tau)))
         return 0
-    show_markdown(latency_markdown(found, arguments.tau))
+    print(latency_markdown(found, arguments.tau))
     if folder is not None:
         print(f"The same as Markdown and JSON{' and a plot' if can_draw() else ''} is in {folder}")
     return 0

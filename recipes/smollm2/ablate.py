@@ -85,7 +85,7 @@ def train(flags: argparse.Namespace, name: str) -> subprocess.Popen[bytes] | Non
         return None
     own = [f"run={run}", "resume=latest", f"target.path={flags.target}", f"target.device={flags.device}"]
     own += [f"stage.num_steps={flags.steps}", "evaluation.every=0", "saving.save_steps=1000000"]
-    command = [sys.executable, "-m", "longspec.cli.main", "train", "--only", "base", "experiment=smollm2_gpu"]
+    command = [sys.executable, "-m", "longspec", "train", "--only", "base", "experiment=smollm2_gpu"]
     command += ["stage=all", "stage.lags=1", *own, *BASIS, *flags.set, *VARIANTS[name]]
     environment = os.environ | {"SMOLLM2_DATA": str(flags.data.resolve())}
     with open(flags.output / f"{run.name}.log", "wb") as log:

@@ -323,7 +323,7 @@ def longspec(*arguments: object, data: Path | None = None) -> None:
 
 def start(*arguments: object, data: Path | None = None) -> subprocess.Popen[bytes]:
     """Set one command of the package going."""
-    command = [sys.executable, "-m", "longspec.cli.main", *map(str, arguments)]
+    command = [sys.executable, "-m", "longspec", *map(str, arguments)]
     print("$ longspec " + " ".join(command[3:]), flush=True)
     environment = os.environ | ({"SMOLLM2_DATA": str(data.resolve())} if data is not None else {})
     return subprocess.Popen(command, env=environment)

@@ -25,7 +25,7 @@ from longspec.cli.main import main
 from longspec.cli.terminal import explained
 from tests.bench.rows import made_row, made_run
 
-PROGRAM = (sys.executable, "-m", "longspec.cli.main")
+PROGRAM = (sys.executable, "-m", "longspec")
 BENCH = (*PROGRAM, "bench", "generate", "--max-new-tokens", "10", "--methods", "lookup")
 TIMES = {"prefill_seconds", "decode_seconds", "peak_memory", "memory_above_start", "load_average", "finished"}
 

@@ -25,7 +25,7 @@ from longspec.cli.terminal import printable
 from longspec.config import DraftConfig
 from longspec.models.draft import GlideDraft
 
-PROGRAM = (sys.executable, "-m", "longspec.cli.main")
+PROGRAM = (sys.executable, "-m", "longspec")
 GENERATE = (*PROGRAM, "generate", "--temperature", "0", "--max-new-tokens", "12", "--method", "vanilla")
 pytestmark = pytest.mark.usefixtures("smollm2_folder")
 

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 DEFAULT_TARGET = "smollm2-135m"
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which target, and how it is run."""
-    group = parser.add_argument_group("model")
+def add_target(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--target",
         default=DEFAULT_TARGET,
@@ -25,14 +23,29 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="short name (see `longspec models`), hub id, Hugging Face folder or .gguf file "
         "(default: %(default)s)",
     )
+    add_source(group)
+
+
+def add_source(group: argparse._ActionsContainer) -> None:
+    """Where a target may come from."""
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
     group.add_argument("--offline", action="store_true", help="use only what is on disk")
+
+
+def add_device(group: argparse._ActionsContainer) -> None:
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     group.add_argument(
         "--dtype",
         default="auto",
         help="auto, float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)",
     )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which target, and how it is run."""
+    group = parser.add_argument_group("model")
+    add_target(group)
+    add_device(group)
     group.add_argument(
         "--attention",
         default="auto",
@@ -40,7 +53,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto (triton on a GPU), torch, triton or reference",
     )
     group.add_argument(
-        "--max-length", type=int, metavar="N", help="limit on prompt plus answer (default: the model's)"
+        "--max-length",
+        type=whole_number,
+        metavar="N",
+        help="limit on prompt plus answer (default: the model's)",
     )
     add_size_arguments(group)
 
@@ -48,7 +64,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_size_arguments(parser: argparse._ActionsContainer) -> None:
     """How large the engine is."""
     parser.add_argument(
-        "--max-rows", type=_rows, metavar="N", help="prompts that run at once (default: 128, on a CPU 16)"
+        "--max-rows", type=positive_number, metavar="N", help="prompts that run at once (default: 128, on a CPU 16)"
     )
     parser.add_argument(
         "--kv-memory",
@@ -156,10 +172,32 @@ def _tree_shape(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 4,16,16") from None
 
 
-def _rows(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of prompts, 1 or more")
-    return int(text)
+def whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def positive_number(text: str) -> int:
+    """A count of which there must be at least one."""
+    if (found := whole_number(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return found
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 0,0.7,1.0") from None
 
 
 def _num_bytes(text: str) -> int:

@@ -22,6 +22,7 @@ from longspec.decoding.expected import num_nodes
 from longspec.decoding.methods.make import MethodOptions, make_method
 from longspec.decoding.round import Method
 from longspec.engine.device import Device, Group, Report
+from longspec.engine.interrupts import undisturbed
 from longspec.hub import cache_dir
 from longspec.models.files import write_whole
 from longspec.models.placement import device_name
@@ -104,11 +105,13 @@ def measure(
     }
     found: Times = {name: {} for name in methods}
     with torch.inference_mode():
-        for num_rows, contexts in places(device).items():
-            for name, context, seconds in _time(device, methods, num_rows, contexts, on_gpu):
-                found[name].setdefault(num_rows, []).append((context, seconds))
-                on_measured(1)
-        _rest(device)
+        try:
+            for num_rows, contexts in places(device).items():
+                for name, context, seconds in _time(device, methods, num_rows, contexts, on_gpu):
+                    found[name].setdefault(num_rows, []).append((context, seconds))
+                    on_measured(1)
+        finally:  # Ctrl-C may have stopped it between two rounds
+            _rest(device)
     return {name: {rows: sorted(points) for rows, points in by.items()} for name, by in found.items()}
 
 
@@ -128,16 +131,19 @@ def _time(
         times: dict[str, list[float]] = {name: [] for name in methods}
         if on_gpu:
             for name, method in methods.items():
-                yield name, context, _captured_seconds(device, method, num_rows, context)
+                with undisturbed():
+                    seconds = _captured_seconds(device, method, num_rows, context)
+                yield name, context, seconds
             continue
         # By turns, so that what else the machine does disturbs all alike; the least disturbed turn counts.
         least, most = HOST_ROUNDS
         open_names = list(methods)
         for turn in range(most + 1):
             for name in open_names:
-                place_rows(device, num_rows, context)
-                started = time.perf_counter()
-                device.round(*methods[name], num_rows, [True] * num_rows, False).read()
+                with undisturbed():
+                    place_rows(device, num_rows, context)
+                    started = time.perf_counter()
+                    device.round(*methods[name], num_rows, [True] * num_rows, False).read()
                 if turn > 0:  # the first has the set-up of kernels in it
                     times[name].append(time.perf_counter() - started)
             if turn >= least:

@@ -17,21 +17,22 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import asdict, fields
 from pathlib import Path
 
-from longspec.cli.arguments import DEFAULT_TARGET
+from longspec.cli.arguments import add_device, add_target, number, numbers, whole_number
+from longspec.cli.command import Command
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `longspec data synthesize`."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--output", required=True, type=Path, metavar="FOLDER", help="where the dataset goes")
     add(
         "--tokens",
         required=True,
-        type=amount,
+        type=_amount,
         metavar="N",
         help="at least so many, prompts included, such as 500k or 10M",
     )
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is written")
     group.add_argument(
         "--mode",
-        type=shares,
+        type=_shares,
         dest="modes",
         metavar="MODE[:SHARE],...",
         help="questions: the target asks itself and answers (default); prompts: it answers --prompts; "
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--given-tokens",
-        type=int,
+        type=whole_number,
         default=256,
         metavar="N",
         help="how long a piece of a document is continued (default: %(default)s)",
@@ -76,14 +77,14 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument(
         "--temperatures",
-        type=_temperatures,
+        type=numbers,
         default=(0.0, 0.3, 0.7, 1.0),
         metavar="T,T,...",
         help="each answer is written at one of them; 0 is greedy (default: 0,0.3,0.7,1.0)",
     )
     group.add_argument(
         "--question-temperature",
-        type=float,
+        type=number,
         default=1.0,
         metavar="T",
         help="of the questions (default: %(default)s)",
@@ -94,56 +95,45 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     }
     for flag, (default, what) in lengths.items():
         group.add_argument(
-            flag, type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)"
+            flag, type=whole_number, default=default, metavar="N", help=f"{what} (default: %(default)s)"
         )
     group.add_argument(
-        "--seed", type=int, default=0, help="another one gives other data (default: %(default)s)"
+        "--seed", type=whole_number, default=0, help="another one gives other data (default: %(default)s)"
     )
 
 
 def _add_running(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("target and shards")
-    group.add_argument(
-        "--target",
-        default=DEFAULT_TARGET,
-        metavar="MODEL",
-        help="short name, hub id, folder or .gguf file (default: %(default)s)",
-    )
-    group.add_argument("--revision", help="branch, tag or commit of a hub id")
-    group.add_argument("--offline", action="store_true", help="use only what is on disk")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    add_target(group)
+    add_device(group)
     group.add_argument(
         "--seq-length",
-        type=int,
+        type=whole_number,
         default=1024,
         metavar="N",
         help="tokens of a packed sequence, and the most of a sample (default: %(default)s)",
     )
     group.add_argument(
         "--batch",
-        type=int,
+        type=whole_number,
         metavar="N",
         help="rows at once (default: what fits, at most 2048 on a GPU and 32 on a CPU)",
     )
     group.add_argument(
         "--shard-samples",
-        type=int,
+        type=whole_number,
         metavar="N",
         help="most samples of a shard; what is lost when it is stopped (default: 16 x batch)",
     )
     group.add_argument(
         "--seconds",
-        type=float,
+        type=number,
         metavar="N",
         help="begin no shard after so many and finish with fewer tokens, for a machine that is lent",
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
-    from dataclasses import asdict, fields
-
+def _run(arguments: argparse.Namespace) -> int:
     from longspec.data.synthesize import Request, synthesize
 
     names = {field.name for field in fields(Request)}
@@ -162,7 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def amount(text: str) -> int:
+def _amount(text: str) -> int:
     """A number such as 500000, 500k or 10M, for argparse."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmb]?)", text.strip().lower())
     if found is None:
@@ -170,7 +160,7 @@ def amount(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def shares(text: str) -> dict[str, float]:
+def _shares(text: str) -> dict[str, float]:
     """Names with shares, such as questions:0.6,prompts:0.4, for argparse."""
     try:
         parts = [part.partition(":") for part in text.split(",")]
@@ -179,8 +169,4 @@ def shares(text: str) -> dict[str, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not like questions:0.6,prompts:0.4") from None
 
 
-def _temperatures(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 0,0.7,1.0") from None
+SYNTHESIZE = Command(__doc__, _add_arguments, _run)

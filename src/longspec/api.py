@@ -131,7 +131,7 @@ class LongSpec:
             model, *drafting, acceptance, max_length=max_length, limit=limit, max_rows=max_rows,
             kv_memory=kv_memory,
         )  # fmt: skip
-        model = cls(
+        loaded = cls(
             engine,
             encoder,
             files.name,
@@ -140,10 +140,10 @@ class LongSpec:
             wanted if drafting[0] else None,
         )
         if calibrate:
-            model.calibrate(progress)
+            loaded.calibrate(progress)
         else:
             engine.prepare()
-        return model
+        return loaded
 
     def calibrate(self, progress: bool = False) -> None:
         """Measure this machine for method "auto", unless that was done before. Ctrl-C stops the measuring

@@ -29,6 +29,7 @@ from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 
+
 def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "longspec", "data", "synthesize", *map(str, arguments)]
 

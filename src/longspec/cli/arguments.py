@@ -45,7 +45,19 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which target, and how it is run."""
     group = parser.add_argument_group("model")
     add_target(group)
+    group.add_argument(
+        "--draft",
+        metavar="DRAFT",
+        help="draft folder, .pth file, hub id, or the short name of a target whose draft comes with longspec "
+        "(default: the target's own; 'none' for none)",
+    )
     add_device(group)
+    group.add_argument(
+        "--draft-dtype",
+        default="auto",
+        metavar="TYPE",
+        help="of the draft's weights: int8, target (as the target's), or auto: int8 on a CPU (default)",
+    )
     group.add_argument(
         "--attention",
         default="auto",
@@ -64,7 +76,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_size_arguments(parser: argparse._ActionsContainer) -> None:
     """How large the engine is."""
     parser.add_argument(
-        "--max-rows", type=positive_number, metavar="N", help="prompts that run at once (default: 128, on a CPU 16)"
+        "--max-rows",
+        type=positive_number,
+        metavar="N",
+        help="prompts that run at once (default: 128, on a CPU 16)",
     )
     parser.add_argument(
         "--kv-memory",
@@ -110,18 +125,6 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "tree: the draft's tree; magicdec: the target drafts with a window of its own cache; lookup: copies "
         "from the prompt and the text so far",
     )
-    group.add_argument(
-        "--draft",
-        metavar="DRAFT",
-        help="draft folder, .pth file, hub id, or the short name of a target whose draft comes with longspec "
-        "(default: the target's own; 'none' for none)",
-    )
-    group.add_argument(
-        "--draft-dtype",
-        default="auto",
-        metavar="TYPE",
-        help="of the draft's weights: int8, target (as the target's), or auto: int8 on a CPU (default)",
-    )
     group.add_argument("--gamma", type=int, metavar="N", help="chain length of seq, magicdec, lookup (4)")
     add_tree_shape(group)
     group.add_argument("--max-nodes", type=int, metavar="N", help="verify only the best N nodes (all)")
@@ -157,15 +160,14 @@ def add_tree_shape(parser: argparse._ActionsContainer, default: tuple[int, ...] 
     shown = ",".join(map(str, DEFAULT_TREE))
     parser.add_argument(
         "--tree-shape",
-        type=_tree_shape,
+        type=whole_numbers,
         default=default,
         metavar="N,N,...",
         help=f"nodes per depth of the tree ({shown})",
     )
 
 
-def _tree_shape(text: str) -> tuple[int, ...]:
-    """Nodes per depth, separated by commas."""
+def whole_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",")) if text.strip() else ()
     except ValueError:

@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command], dest: str) -> None:
-    """Give `parser` these commands, each with its flags; `dest` will hold the name of the one that is given."""
+    """Give `parser` these commands; `dest` will hold the name of the one that is given."""
     parsers = parser.add_subparsers(dest=dest, required=True, metavar="COMMAND")
     for name, command in commands.items():
         summary = command.about.splitlines()[0].rstrip(".:")

@@ -92,10 +92,16 @@ def _add_record_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--think", action="store_true", help="cot: put reasoning between <think> and </think>")
     group.add_argument("--split", metavar="NAME", help="of a save_to_disk folder that has several")
-    group.add_argument("--skip", type=whole_number, default=0, metavar="N", help="leave out the first N records")
+    group.add_argument(
+        "--skip", type=whole_number, default=0, metavar="N", help="leave out the first N records"
+    )
     group.add_argument("--limit", type=whole_number, metavar="N", help="then take at most N records")
     group.add_argument(
-        "--min-tokens", type=whole_number, default=2, metavar="N", help="drop shorter documents (default: %(default)s)"
+        "--min-tokens",
+        type=whole_number,
+        default=2,
+        metavar="N",
+        help="drop shorter documents (default: %(default)s)",
     )
     group.add_argument("--skip-bad", action="store_true", help="count bad records and files, and go on")
     group.add_argument("--licence", default="unknown", help="of the text (default: %(default)s)")
@@ -109,14 +115,21 @@ def _add_record_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _add_sequence_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--seq-length", type=whole_number, default=1024, metavar="N", help="tokens per sequence (default: %(default)s)"
+        "--seq-length",
+        type=whole_number,
+        default=1024,
+        metavar="N",
+        help="tokens per sequence (default: %(default)s)",
     )
     group.add_argument("--pack", default="stream", metavar="NAME", help="see above (default: %(default)s)")
     group.add_argument(
         "--truncate", action="store_true", help="whole, single: drop what of a document exceeds a sequence"
     )
     group.add_argument(
-        "--shard-sequences", type=whole_number, metavar="N", help="sequences per shard (default: 8 million tokens)"
+        "--shard-sequences",
+        type=whole_number,
+        metavar="N",
+        help="sequences per shard (default: 8 million tokens)",
     )
     group.add_argument(
         "--workers",
@@ -212,7 +225,9 @@ def _info(arguments: argparse.Namespace) -> int:
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="a finished dataset")
-    parser.add_argument("--index", type=whole_number, default=0, metavar="N", help="first sequence (%(default)s)")
+    parser.add_argument(
+        "--index", type=whole_number, default=0, metavar="N", help="first sequence (%(default)s)"
+    )
     parser.add_argument("--count", type=whole_number, default=1, metavar="N", help="how many (%(default)s)")
     parser.add_argument("--target", metavar="MODEL", help="whose tokenizer (default: the one that made it)")
     parser.add_argument("--offline", action="store_true", help="use only what is on disk")

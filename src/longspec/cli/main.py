@@ -85,7 +85,7 @@ def _parser() -> Parser:
         "train": train.TRAIN,
         "export": train.EXPORT,
         "plot": train.PLOT,
-        "bench": Command(bench.__doc__, bench.add_arguments, bench.run),
+        "bench": bench.BENCH,
         "completion": Command(_COMPLETION, _add_shell, _print_completion),
     }
     add_commands(parser, commands, "command")

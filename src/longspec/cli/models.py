@@ -162,9 +162,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _draft(
-    arguments: argparse.Namespace, entry: ModelEntry | None
-) -> tuple[str | None, DraftConfig | None]:
+def _draft(arguments: argparse.Namespace, entry: ModelEntry | None) -> tuple[str | None, DraftConfig | None]:
     """The draft that `generate` would take and its config; what is published is not fetched for that."""
     from longspec.hub import default_draft, resolve_draft, shipped_draft
     from longspec.models.draft_files import PUBLISHED, read_draft_config

@@ -16,7 +16,7 @@ from longspec.errors import UserError
 from longspec.models.files import read_json, write_whole
 
 MEASURED = "## Measured"
-"""The heading in a draft's card under which it is told."""
+"""The heading of the measurements in a draft's card."""
 
 
 def note_acceptance(runs: Sequence[Path], draft: Path) -> dict[str, Any]:

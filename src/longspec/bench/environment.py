@@ -33,7 +33,7 @@ def environment(model: LongSpec) -> dict[str, Any]:
 
 
 def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What of it holds for any model: the processor and the versions."""
+    """The part of it that does not depend on the model: the processor and the versions."""
     facts: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(device),

@@ -90,7 +90,7 @@ class _Static(Transformers):
         from transformers import CompileConfig
 
         compiling: Any = CompileConfig(dynamic=False)
-        compiling._compile_all_devices = True  # else a CPU is passed over
+        compiling._compile_all_devices = True  # else a CPU is skipped
         super().__init__("hf-static", theirs, model, {"compile_config": compiling})
         self._caches: dict[int, Any] = {}
 
@@ -125,7 +125,7 @@ def _rounded(length: int) -> int:
 def baselines(
     model: LongSpec, folder: Path, assistant: Path | None
 ) -> tuple[list[Transformers], dict[str, str]]:
-    """Every way that can be had here, and why each of the others cannot.
+    """Every way that works here, and the reason why each of the others does not.
 
     `folder` is where the target came from.
     """

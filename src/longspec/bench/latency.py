@@ -170,7 +170,7 @@ class Latencies:
 
 
 class _NotMeasured(Exception):
-    """Says why."""
+    """Why a context and batch could not be measured."""
 
 
 def measure_latency(
@@ -206,11 +206,11 @@ def _line(
     target: Transformer, drafting: tuple[GlideDraft, DraftHead], context: int, batch: int, run: Latencies
 ) -> Latency:
     setting, config, device = run.setting, target.config, target.device
-    _let_go(device)
+    _free(device)
     options = MethodOptions("tree", tree_shape=setting.tree_shape, max_nodes=setting.max_nodes)
     if setting.auto:
         options = _planned_tree(_engine(target, drafting, context, batch, setting), context, batch)
-        _let_go(device)
+        _free(device)
     memory = PeakMemory(device)
     engine = _engine(target, drafting, context, batch, setting)
     tree = make_method(options, drafting[0])
@@ -268,8 +268,8 @@ def _can_fuse(target: Transformer) -> bool:
     return target.attention.can_fuse(target.embedding, target.config.head_dim)
 
 
-def _let_go(device: torch.device) -> None:
-    """Of the last engine and its graphs, so that their memory counts nowhere else."""
+def _free(device: torch.device) -> None:
+    """Free the last engine and its graphs, so that their memory is not counted again."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

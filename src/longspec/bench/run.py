@@ -195,7 +195,7 @@ def _warm_up(model: LongSpec, runner: Runner, batch: Sequence[Task], max_new_tok
 def _rows(
     model: LongSpec, runner: Runner, batch: Sequence[Task], setting: RunSetting, done: Mapping[Any, Row]
 ) -> list[Row]:
-    """Run items side by side and write down how each went."""
+    """Run items side by side and make a row of each."""
     runner.forget()
     gc.collect()
     memory = PeakMemory(model.target.device)
@@ -281,7 +281,7 @@ def _converse(
 def _difference(
     model: LongSpec, row: Row, prompts: list[list[int]], answers: list[Answer], vanilla: Row | None
 ) -> dict[str, Any] | None:
-    """Where it left the words of vanilla's first repeat; None where it said the same."""
+    """The first difference from vanilla's first repeat; None where there is none."""
     assert vanilla is not None
     for turn, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         said = vanilla["token_ids"][turn]

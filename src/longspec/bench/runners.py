@@ -1,4 +1,4 @@
-"""Whoever answers a prompt under the clock: our methods here, `transformers` in `longspec.bench.hf`."""
+"""What answers prompts while it is timed: our methods here, `transformers` in `longspec.bench.hf`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Runner(Protocol):
         ...
 
     def forget(self) -> None:
-        """Let go of everything that belongs to an earlier item."""
+        """Drop what is cached of earlier items."""
         ...
 
 
@@ -64,7 +64,8 @@ class OurMethod:
     def __init__(self, model: LongSpec, label: str) -> None:
         method = read_method(label)
         if method.method != "auto":
-            make_method(method, model.engine.models.draft)  # refuses, before all else
+            # Raises for a bad size or a missing draft, before anything runs.
+            make_method(method, model.engine.models.draft)
         self.label, self.same_when_sampled = label, method.acceptance == "coupled"
         self._model, self._given = model, parse_method(label)
 

@@ -26,7 +26,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """That of some values."""
+        """Of these values."""
         return cls(statistics.median(values), min(values), max(values))
 
 
@@ -142,7 +142,7 @@ def _is_tie(difference: dict[str, Any]) -> bool:
 
 
 def _repeats(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each repeat. One that was broken off counts only where there is no whole one."""
+    """The rows of each repeat. An unfinished repeat counts only where no repeat is finished."""
     repeats = [[row for row in rows if row["repeat"] == one] for (one,) in _distinct(rows, "repeat")]
     most = max(map(len, repeats))
     return [one for one in repeats if len(one) == most]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from longspec.cli.arguments import add_model_arguments, load, numbers, whole_number, whole_numbers
 from longspec.cli.bench_speed import LATENCY, LOAD, TRAIN
 from longspec.cli.command import Command, add_commands
+from longspec.decoding.methods.registry import choices, choose_method, find
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -138,9 +139,9 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
         "--methods",
         default="auto,lookup",
         metavar="M,M,...",
-        help="besides vanilla; with a size: lookup:6, seq:4, magicdec:4, tree:4x16x16, and "
-        "tree:8x32x32@64 for its best 64 nodes, +12 behind it to copy up to 12 tokens; with options of "
-        "generate: magicdec:4:window=256:sinks=8, seq:6:min_confidence=0.4 (%(default)s)",
+        help=f"besides vanilla, of {', '.join(choices())}; with a size (lookup:6, seq:4, tree:4x16x16, "
+        "tree:8x32x32@64 for its best 64 nodes, +12 behind it to look up to 12 tokens up) and with options "
+        "of generate (magicdec:4:window=256, tree:acceptance=rejection) (default: %(default)s)",
     )
 
 
@@ -226,9 +227,9 @@ def _aime(arguments: argparse.Namespace) -> int:
 
 
 def _published_label(arguments: argparse.Namespace) -> str:
-    from longspec.bench.runners import method_label
-
-    return method_label(arguments.method, arguments.gamma, tuple(arguments.tree_shape))
+    sizes = {"gamma": arguments.gamma, "tree_shape": arguments.tree_shape}
+    own = find(arguments.method).options()
+    return choose_method(arguments.method, {name: sizes[name] for name in sizes if name in own}).label
 
 
 def _settings(

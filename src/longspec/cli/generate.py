@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from longspec.cli.arguments import (
     add_method_arguments,
@@ -27,6 +27,7 @@ from longspec.cli.arguments import (
     options,
 )
 from longspec.cli.command import Command
+from longspec.decoding.methods.registry import all_options
 
 if TYPE_CHECKING:
     from longspec.api import LongSpec
@@ -98,11 +99,13 @@ def _compare(model: LongSpec, prompt: str, chosen: Options, result: Generation) 
         return
     print(f"[comparing: {_TURNS} more answers each by {result.method} and by vanilla]", file=sys.stderr)
     own, plain = [], []
+    others = {name: value for name, value in chosen.items() if name not in all_options()}
+    vanilla = cast("Options", others | {"method": "vanilla"})
     with count_bar("answers", 2 * _TURNS) as advance:
         for _ in range(_TURNS):
             own.append(model.generate(prompt, **chosen))
             advance(1)
-            plain.append(model.generate(prompt, **chosen | {"method": "vanilla"}))
+            plain.append(model.generate(prompt, **vanilla))
             advance(1)
     fast, slow = (max(one.decode_tokens_per_second for one in answers) for answers in (own, plain))
     same = all(one.token_ids == result.token_ids for one in (*own, *plain))

@@ -103,7 +103,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
-    from longspec.decoding.methods.make import MethodOptions
+    from longspec.decoding.methods import Tree
     from longspec.engine.memory import page_size, plan_decoding, size_engine
     from longspec.errors import UserError
     from longspec.hub import resolve
@@ -121,7 +121,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     if context > limit:
         raise UserError(f"--context is {context}; the target's limit is {limit} tokens")
     shape = DEFAULT_TREE if arguments.tree_shape is None else arguments.tree_shape
-    MethodOptions("tree", tree_shape=shape)  # refuses what is wrong
+    Tree(shape)  # refuses what is wrong
     draft_name, draft = _draft(arguments, files.entry)
     budget = plan_decoding(config, draft, context, batch, shape, dtype, device)
     per_token = config.kv_bytes_per_token(dtype.itemsize)

@@ -81,20 +81,10 @@ def figures(result: Generation) -> str:
     # The first token comes from the prompt, so one alone has no speed.
     if result.tokens > 1:
         parts[0] += f" at {result.decode_tokens_per_second:.1f} tokens/s"
-    parts += [f"prompt of {result.prompt_tokens} in {result.prefill_seconds:.2f} s", _method(result)]
+    parts.append(f"prompt of {result.prompt_tokens} in {result.prefill_seconds:.2f} s")
+    has_tau = result.rounds and result.tree_shape is not None
+    parts.append(result.label + (f", tau {result.tau:.2f} (tokens per round)" if has_tau else ""))
     if result.temperature > 0:
         parts.append(f"seed {result.seed}")
     parts.append(f"{printable(result.target)} {result.dtype} on {result.device}")
     return f"[{'; '.join(parts)}; ended by {result.finish_reason}]"
-
-
-def _method(result: Generation) -> str:
-    """The method, its sizes, and what its rounds emitted."""
-    shape = result.tree_shape
-    if shape is None:
-        return result.method
-    size = f"of {len(shape)}" if max(shape) == 1 else ",".join(map(str, shape))
-    most = f" cut to {result.max_nodes} nodes" if result.max_nodes else ""
-    copied = f", up to {result.num_copied} tokens copied" if result.num_copied else ""
-    tau = f", tau {result.tau:.2f} (tokens per round)" if result.rounds else ""
-    return f"{result.method} {size}{most}{copied}{tau}"

@@ -62,7 +62,7 @@ def test_acceptance_can_be_set_in_a_label(smollm2: LongSpec) -> None:
 @pytest.mark.parametrize(
     "label",
     [
-        "magicdec:2:window=2:sinks=1",
+        "magicdec:2:sinks=1:window=2",
         "seq:3:min_confidence=0.99",
         "vanilla",
         "lookup:3",

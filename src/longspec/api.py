@@ -205,7 +205,9 @@ class LongSpec:
             text = TextStream(self.tokenizer, settings.stop)
             # Only a stop string makes the engine look at the text itself.
             check = text.push_and_check if settings.stop else None
-            sequence = Sequence(tokens, room, sampling, seed, eos_ids, settings.method, check)
+            sequence = Sequence(
+                tokens, room, sampling, seed, eos_ids, settings.method, check, acceptance=settings.acceptance
+            )
             sequences.append(sequence)
             texts.append(text)
         return sequences, texts
@@ -218,7 +220,7 @@ class LongSpec:
 
     def _result(self, sequence: Sequence, text: TextStream) -> Generation:
         """What a sequence has said so far."""
-        options, method = self.engine.main_method(sequence)
+        method = self.engine.main_method(sequence)
         text.catch_up(sequence.tokens, sequence.finished)
         done = sequence.finished_at or time.perf_counter()
         return Generation(
@@ -234,12 +236,11 @@ class LongSpec:
             depths=list(sequence.depths),
             seconds=done - sequence.submitted_at,
             prefill_seconds=(sequence.first_at or done) - sequence.submitted_at,
-            method=options.method,
-            tree_shape=list(method.tree_shape) if method.tree_shape else None,
-            max_nodes=getattr(method, "max_nodes", None) if options.method == "tree" else None,
-            num_copied=getattr(method, "num_lookup", 0) if options.method == "tree" else 0,
+            method=method.name,
+            label=method.label,
+            tree_shape=list(method.shape) if method.shape else None,
             target=self.name,
-            draft=self.draft_name if method.drafts else None,
+            draft=self.draft_name if method.uses_draft else None,
             device=str(self.target.device),
             dtype=str(self.target.dtype).removeprefix("torch."),
         )

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from longspec import hub
 from longspec.attention import choose_backend
-from longspec.config import DEFAULT_TREE, DraftConfig, ModelConfig
+from longspec.config import DraftConfig, ModelConfig
 from longspec.decoding.choose import Sampling
-from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.methods import VANILLA, MagicDec, Method, Seq, Tree
 from longspec.engine.engine import Engine
 from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
@@ -130,8 +130,7 @@ class GlideModel(nn.Module):
         seed: int = 0,
     ) -> tuple[Tensor, int, float]:
         """The target alone. Returns the tokens [B, max_gen_len], the rounds and the seconds."""
-        options = MethodOptions("vanilla")
-        found = self._generate(options, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
+        found = self._generate(VANILLA, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
         return found[0], found[2], found[3]
 
     def spec_generate(
@@ -145,8 +144,7 @@ class GlideModel(nn.Module):
         seed: int = 0,
     ) -> tuple[Tensor, int, int, float, Tensor]:
         """The draft's chain. Returns tokens, accepted, rounds, seconds, and which tokens were drafted."""
-        options = MethodOptions("seq", gamma=gamma)
-        return self._generate(options, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
+        return self._generate(Seq(gamma), input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
 
     def tree_spec_generate(
         self,
@@ -159,8 +157,8 @@ class GlideModel(nn.Module):
         seed: int = 0,
     ) -> tuple[Tensor, int, int, float, Tensor]:
         """The draft's tree; returns as `spec_generate`."""
-        options = MethodOptions("tree", tree_shape=tuple(tree_shape or DEFAULT_TREE))
-        return self._generate(options, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
+        tree = Tree(tuple(tree_shape)) if tree_shape else Tree()
+        return self._generate(tree, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
 
     def magicdec_generate(
         self,
@@ -173,12 +171,13 @@ class GlideModel(nn.Module):
         seed: int = 0,
     ) -> tuple[Tensor, int, int, float, Tensor]:
         """The target drafting for itself; returns as `spec_generate`."""
-        options = MethodOptions("magicdec", gamma=gamma)
-        return self._generate(options, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
+        return self._generate(
+            MagicDec(gamma), input_ids, prompt_length, max_gen_len, eos_id, temperature, seed
+        )
 
     def _generate(
         self,
-        options: MethodOptions,
+        method: Method,
         input_ids: Tensor,
         prompt_length: Tensor,
         max_gen_len: int,
@@ -191,7 +190,7 @@ class GlideModel(nn.Module):
         lengths = torch.as_tensor(prompt_length).expand(input_ids.shape[0]).tolist()
         sampling = Sampling(temperature=temperature)
         rows = [
-            Sequence(ids[:length], max_gen_len, sampling, seed + index, ends, options)
+            Sequence(ids[:length], max_gen_len, sampling, seed + index, ends, method)
             for index, (ids, length) in enumerate(zip(input_ids.tolist(), lengths, strict=True))
         ]
         for _ in self._engine_for(rows).run_each(rows):

@@ -9,9 +9,10 @@ from typing import Any
 
 from longspec.bench.folder import Row, read_run
 from longspec.bench.markdown import name_of, table
-from longspec.bench.runners import accepted_by_depth, read_method
+from longspec.bench.runners import accepted_by_depth
 from longspec.bench.summary import summarise
-from longspec.decoding.expected import tree_name
+from longspec.decoding.methods import Seq, Tree
+from longspec.decoding.methods.registry import read_label
 from longspec.errors import UserError
 from longspec.models.files import read_json, write_whole
 
@@ -45,14 +46,12 @@ def acceptance_table(rows: Sequence[Row]) -> dict[str, Any]:
     trees: dict[str, list[float]] = {}
     greedy = [row for row in rows if row["temperature"] == 0 and row["method"].startswith(("seq", "tree"))]
     for label in dict.fromkeys(row["method"] for row in greedy):
-        options = read_method(label)
+        method = read_label(label)
         own = [row for row in greedy if row["method"] == label and row["repeat"] == 0]
-        depth = options.gamma if options.method == "seq" else len(options.tree_shape)
-        shares = _shares(own, depth)
-        if options.method == "seq":
-            chains[depth] = shares
-        elif not options.num_copied:  # what is copied is not the draft's
-            trees[tree_name(options)] = shares
+        if isinstance(method, Seq):
+            chains[method.gamma] = _shares(own, method.gamma)
+        elif isinstance(method, Tree) and not method.num_lookup:  # what is looked up is not the draft's
+            trees[method.key] = _shares(own, len(method.shape))
     return ({"chain": chains[max(chains)]} if chains else {}) | ({"trees": trees} if trees else {})
 
 

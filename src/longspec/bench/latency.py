@@ -21,10 +21,8 @@ from longspec.bench.shapes import fill_pages, random_target, shape_named
 from longspec.bench.summary import Spread
 from longspec.config import DEFAULT_TREE, DraftConfig, ModelConfig
 from longspec.decoding.choose import Sampling
-from longspec.decoding.methods.make import MOST_NODES, MethodOptions, make_method
-from longspec.decoding.methods.vanilla import Vanilla
-from longspec.decoding.round import Method
-from longspec.engine.auto import NUM_LOOKUP
+from longspec.decoding.methods import MOST_NODES, VANILLA, Method, Tree
+from longspec.decoding.methods.tree import NUM_LOOKUP
 from longspec.engine.costs import known_costs, place_rows
 from longspec.engine.device import Report
 from longspec.engine.engine import IN_FLIGHT, Engine
@@ -80,7 +78,7 @@ class Setting:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.sampling is not None and (self.sampling.greedy or self.sampling.repetition_penalty != 1):
             raise UserError(f"{self.sampling} cannot be measured beside greedy; give a temperature above 0")
-        MethodOptions("tree", tree_shape=self.tree_shape, max_nodes=self.max_nodes)  # refuses what is wrong
+        Tree(self.tree_shape, self.max_nodes)  # refuses what is wrong
 
 
 @dataclass(frozen=True)
@@ -193,19 +191,18 @@ def _line(
 ) -> Latency:
     setting, config, device = run.setting, target.config, target.device
     _let_go(device)
-    options = MethodOptions("tree", tree_shape=setting.tree_shape, max_nodes=setting.max_nodes)
+    tree = Tree(setting.tree_shape, setting.max_nodes)
     if setting.auto:
-        options = _planned_tree(_engine(target, drafting, context, batch, setting), context, batch)
+        tree = _planned_tree(_engine(target, drafting, context, batch, setting), context, batch)
         _let_go(device)
     memory = PeakMemory(device)
     engine = _engine(target, drafting, context, batch, setting)
-    tree = make_method(options, drafting[0])
+    tree = tree.fit(engine.models)
     with engine.paused():
-        engine.device.reserve_nodes(sum(options.tree_shape) + 1)
+        engine.device.reserve_nodes(tree.num_drafted)
         modes = _times(engine, tree, context, batch, setting)
     ring = engine.device.slots.ring
     assert ring is not None
-    assert tree.tree_shape is not None
     peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else memory.peak
     return Latency(
         context,
@@ -261,20 +258,19 @@ def _let_go(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _planned_tree(engine: Engine, context: int, batch: int) -> MethodOptions:
+def _planned_tree(engine: Engine, context: int, batch: int) -> Tree:
     """The tree that `auto` ranks first here, by what is measured or remembered, whether or not it would draft
     at all."""
     with engine.paused() as device:
         engine.adopt(known_costs(device, engine.candidates, engine.width))
     policy, rows = engine.policy, device.bucket(batch)
-    trees = {name: one for name, one in policy.options.items() if one.method == "tree"}
-    best = max(trees, key=lambda name: policy.gain(trees[name]) / policy.costs.seconds(name, rows, context))
-    return trees[best]
+    trees = [one for one in policy.methods if isinstance(one, Tree)]
+    return max(trees, key=lambda one: policy.gain(one) / policy.costs.seconds(one, rows, context))
 
 
 def _times(engine: Engine, tree: Method, context: int, batch: int, setting: Setting) -> list[Mode]:
     """Greedy, then sampled: vanilla and tree by turns, over the same pages."""
-    methods: dict[str, Method] = {"vanilla": Vanilla(), "tree": tree}
+    methods: dict[str, Method] = {"vanilla": VANILLA, "tree": tree}
     modes = []
     for sampling in [Sampling()] + ([setting.sampling] if setting.sampling else []):
         rows = torch.arange(batch, device=engine.device.slots.lengths.device)
@@ -283,24 +279,22 @@ def _times(engine: Engine, tree: Method, context: int, batch: int, setting: Sett
         for _ in range(setting.repeats):
             for name, method in methods.items():
                 place_rows(engine.device, batch, context)
-                if engine.models.fused and method.drafts:
+                if engine.models.fused and method.uses_draft:
                     engine.device.read_into_rings(range(batch))
-                seconds = _seconds_a_round(engine, name, method, batch, setting.rounds, not sampling.greedy)
+                seconds = _seconds_a_round(engine, method, batch, setting.rounds, not sampling.greedy)
                 taken[name].append(1e3 * seconds)
         modes.append(_mode(*taken.values()))
     return modes
 
 
-def _seconds_a_round(
-    engine: Engine, name: str, method: Method, batch: int, rounds: int, sampled: bool
-) -> float:
+def _seconds_a_round(engine: Engine, method: Method, batch: int, rounds: int, sampled: bool) -> float:
     """Of rounds one after the other, whose reports are read as late as the engine reads them."""
     device, flight = engine.device, deque[Report]()
     in_flight = IN_FLIGHT if engine.models.target.device.type == "cuda" else 0
 
     def run(count: int) -> None:
         for _ in range(count):
-            flight.append(device.round(("latency", name), method, batch, [True] * batch, sampled))
+            flight.append(device.round(method, batch, [True] * batch, sampled))
             while len(flight) > in_flight:
                 flight.popleft().read()
         while flight:

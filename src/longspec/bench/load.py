@@ -15,8 +15,8 @@ import numpy as np
 from longspec.api import LongSpec
 from longspec.bench.environment import command_line, environment
 from longspec.bench.run import WARM_UP
-from longspec.bench.runners import read_method
 from longspec.bench.workloads import Workload
+from longspec.decoding.methods.registry import read_label
 from longspec.engine.sequence import Sequence as Request
 from longspec.errors import UserError
 from longspec.progress import Advance
@@ -44,7 +44,7 @@ class LoadSetting:
     """Of the arrivals; the answer to request i has the seed `seed + i`."""
 
     def __post_init__(self) -> None:
-        read_method(self.method)
+        read_label(self.method)
         for name in ("requests", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -194,13 +194,13 @@ def _send(
     """Submit every request when it is due, and see each of them through."""
     engine, inbox = model.engine, SimpleQueue[Request]()
     sampling = replace(model.defaults, temperature=setting.temperature)
-    options = read_method(setting.method)
+    method = read_label(setting.method)
     engine.forget()
     before, started = engine.statistics, time.perf_counter()
     watches = [
         _Watch(
             Request(
-                prompt, setting.max_new_tokens, sampling, setting.seed + number, model.eos_ids, options,
+                prompt, setting.max_new_tokens, sampling, setting.seed + number, model.eos_ids, method,
                 on_news=inbox.put,
             ),
             started + due,

@@ -18,9 +18,8 @@ from longspec import LongSpec
 from longspec.api import prepare_draft
 from longspec.bench.shapes import fill_pages
 from longspec.config import DraftConfig
-from longspec.decoding.methods.glide import Glide
-from longspec.decoding.methods.vanilla import Vanilla
-from longspec.decoding.round import Method, forward_chain_or_tree, run_round
+from longspec.decoding.methods import VANILLA, Method, Seq
+from longspec.decoding.round import forward_chain_or_tree, run_round
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 from longspec.engine.costs import place_rows
@@ -79,7 +78,7 @@ def _at(engines: dict[str, Engine], context: int, repeats: int) -> list[Line]:
         for turn in range(repeats + 1):
             found: dict[object, float] = {}
             first = next(iter(engines.values()))
-            found["step"] = _timed(first, context, partial(_run, first, Vanilla()))
+            found["step"] = _timed(first, context, partial(_run, first, VANILLA))
             for name, engine in engines.items():
                 for gamma in GAMMAS:
                     _take_turn(engine, context, (name, gamma), found)
@@ -117,8 +116,7 @@ def _run(engine: Engine, method: Method, rows: Slots) -> None:
 def _take_turn(engine: Engine, context: int, key: tuple[str, int], found: dict[object, float]) -> None:
     """A round in one piece, which also leaves the processor's cache as rounds do, then its parts."""
     models = engine.models
-    assert models.draft is not None
-    method = Glide(models.draft, (1,) * key[1], name="seq")
+    method = Seq(key[1]).fit(models)
     trees: list[TokenTree] = []
     found["whole", *key] = _timed(engine, context, partial(_run, engine, method))
     found["propose", *key] = _timed(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from longspec.api import LongSpec
-from longspec.config import DEFAULT_TREE
-from longspec.decoding.methods.make import MethodOptions, make_method
+from longspec.decoding.methods import Method
+from longspec.decoding.methods.registry import read_label
 from longspec.engine.sequence import Sequence
-from longspec.errors import UserError
-from longspec.generation import Generation
 from longspec.options import Options
 
 
@@ -61,20 +59,17 @@ class OurMethod:
     def __init__(self, model: LongSpec, label: str) -> None:
         self.label = label
         self._model = model
-        self._method = read_method(label)
-        if self._method.method != "auto":
-            make_method(self._method, model.engine.models.draft)  # refuses, before all else
+        self._choice = read_label(label)
+        if isinstance(self._choice, Method):
+            self._choice.fit(model.engine.models)  # refuses what cannot run, before all else
 
     def _options(self, asked: Many[Asked]) -> Options:
         given = {
             "max_new_tokens": asked[0].max_new_tokens,
             "temperature": asked[0].temperature,
             "seed": [one.seed for one in asked],
-            "method": self._method.method,
-            "gamma": self._method.gamma,
-            "tree_shape": self._method.tree_shape,
-            "max_nodes": self._method.max_nodes,
-            "num_copied": self._method.num_copied,
+            "method": self._choice.name,
+            **{name: getattr(self._choice, name) for name in self._choice.options()},
         }
         return cast("Options", given)
 
@@ -82,7 +77,7 @@ class OurMethod:
         """See `Runner.answers`. They differ in their seeds alone."""
         return [
             Answer(
-                ran=_label_of(found),
+                ran=found.label,
                 token_ids=found.token_ids,
                 first_tokens=1,
                 prefill_seconds=found.prefill_seconds,
@@ -97,50 +92,6 @@ class OurMethod:
     def forget(self) -> None:
         """See `Runner.forget`."""
         self._model.reset()
-
-
-def read_method(label: str) -> MethodOptions:
-    """What a label of `--methods` means: a method, and behind a colon its size.
-
-    lookup:6, seq:4 and magicdec:4 say the chain's length, tree:4x16x16 the nodes per depth; tree:8x32x32@64
-    verifies only the best 64 nodes of it, the root counted, and tree:8x32x32@64+12 copies up to 12 tokens.
-    """
-    name, _, size = label.partition(":")
-    options = MethodOptions(name)
-    size, copies, copied = size.partition("+")
-    size, pruned, most = size.partition("@")
-    if pruned and (name != "tree" or not most.isdecimal()):
-        raise UserError(f"method {label!r}: @ is for trees, with a number of nodes; write tree:8x32x32@64")
-    if copies and (name != "tree" or not copied.isdecimal()):
-        raise UserError(f"method {label!r}: + is for trees, with a number of tokens; write tree:8x32x32+12")
-    options = replace(options, max_nodes=int(most)) if pruned else options
-    options = replace(options, num_copied=int(copied)) if copies else options
-    if not size:
-        return options
-    try:
-        numbers = tuple(int(part) for part in size.split("x"))
-    except ValueError:
-        raise UserError(f"method {label!r}: {size!r} is no size; write lookup:6 or tree:4x16x16") from None
-    if name == "tree":
-        return replace(options, tree_shape=numbers)
-    if name not in ("seq", "magicdec", "lookup") or len(numbers) != 1:
-        raise UserError(f"method {label!r}: {name} takes no such size; write lookup:6 or tree:4x16x16")
-    return replace(options, gamma=numbers[0])
-
-
-def method_label(method: str, gamma: int | None, tree_shape: tuple[int, ...] | None) -> str:
-    """The label of a method with its sizes given apart."""
-    if method == "tree":
-        return "tree:" + "x".join(map(str, tree_shape or DEFAULT_TREE))
-    return f"{method}:{gamma}" if gamma is not None and method in ("seq", "magicdec", "lookup") else method
-
-
-def _label_of(found: Generation) -> str:
-    """What `read_method` would read; a chain is told by its length."""
-    sizes = tuple(found.tree_shape or ())
-    most = f"@{found.max_nodes}" if found.max_nodes else ""
-    copied = f"+{found.num_copied}" if found.num_copied else ""
-    return method_label(found.method, len(sizes) or None, sizes) + most + copied
 
 
 def accepted_by_depth(depths: list[int]) -> list[int]:

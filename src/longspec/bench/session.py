@@ -15,9 +15,10 @@ from longspec.bench.folder import RunFolder, read_run
 from longspec.bench.markdown import report
 from longspec.bench.plots import draw_all
 from longspec.bench.run import Plan, measure
-from longspec.bench.runners import OurMethod, Runner, read_method
+from longspec.bench.runners import OurMethod, Runner
 from longspec.bench.summary import Figures, summarise, to_json
 from longspec.bench.workloads import Workload, fitting
+from longspec.decoding.methods.registry import read_label
 from longspec.errors import UserError
 from longspec.models.files import write_whole
 from longspec.progress import Advance
@@ -38,7 +39,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for label in self.methods:
-            read_method(label)
+            read_label(label)
         for name, least in {"repeats": 1, "max_new_tokens": 2, "limit": 1, "batch": 1}.items():
             value = getattr(self, name)
             if value is not None and value < least:

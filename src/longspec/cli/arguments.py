@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from longspec.config import DEFAULT_TREE
+from longspec.decoding.methods import Auto, Option
+from longspec.decoding.methods.registry import all_options, choices
+from longspec.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from longspec.api import LongSpec
     from longspec.options import Options
 
@@ -87,13 +92,8 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "decoding method (changes the speed, never the words: every method says what vanilla says)"
     )
-    group.add_argument(
-        "--method",
-        default="auto",
-        help="auto: the fastest by measurement (default); vanilla: the target alone; seq: the draft's chain; "
-        "tree: the draft's tree; magicdec: the target drafts with a window of its own cache; lookup: copies "
-        "from the prompt and the text so far",
-    )
+    described = "; ".join(f"{name}: {choice.summary}" for name, choice in choices().items())
+    group.add_argument("--method", default=Auto.name, help=f"{described} (default: %(default)s)")
     group.add_argument(
         "--draft",
         metavar="DRAFT",
@@ -106,28 +106,18 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TYPE",
         help="of the draft's weights: int8, target (as the target's), or auto: int8 on a CPU (default)",
     )
-    group.add_argument("--gamma", type=int, metavar="N", help="chain length of seq, magicdec, lookup (4)")
-    add_tree_shape(group)
-    group.add_argument("--max-nodes", type=int, metavar="N", help="verify only the best N nodes (all)")
-    group.add_argument(
-        "--num-copied",
-        type=int,
-        metavar="N",
-        help="tree: copy up to N tokens from where the text said the same before (0)",
-    )
     group.add_argument(
         "--acceptance",
         help="coupled: the same tokens as vanilla (default); rejection: the same distribution when sampling",
     )
-    group.add_argument(
-        "--min-confidence",
-        type=float,
-        metavar="P",
-        help="seq: end the chain behind a token to which the draft gives less than this (0: never)",
-    )
-    group.add_argument("--sinks", type=int, metavar="N", help="magicdec: entries seen at the beginning (4)")
-    group.add_argument("--window", type=int, metavar="N", help="magicdec: entries seen at the end (512)")
-    group.add_argument("--max-ngram", type=int, metavar="N", help="lookup: longest run matched, up to 16 (3)")
+    for name, (one, owners) in all_options().items():
+        default = "none" if one.default is None else one.format(one.default)
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=_read_option(one),
+            metavar={int: "N", float: "X"}.get(one.type, "N,N,..."),
+            help=f"{', '.join(owners)}: {one.help} (default: {default})",
+        )
     group.add_argument(
         "--no-calibrate",
         dest="calibrate",
@@ -154,6 +144,16 @@ def _tree_shape(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(",")) if text.strip() else ()
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 4,16,16") from None
+
+
+def _read_option(option: Option) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return option.parse(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
 
 
 def _rows(text: str) -> int:
@@ -200,6 +200,7 @@ def options(arguments: argparse.Namespace) -> Options:
     """The options that the flags give. Checked here, so that a bad value is told before a long load."""
     from longspec.options import Options, read_options
 
-    given = {name: value for name, value in vars(arguments).items() if name in Options.__annotations__}
+    known = {*Options.__annotations__, *all_options()}
+    given = {name: value for name, value in vars(arguments).items() if name in known}
     read_options(given)
     return cast("Options", given)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from longspec.cli.arguments import add_model_arguments, load
+from longspec.decoding.methods.registry import methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,8 +103,9 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
         "--methods",
         default="auto,lookup",
         metavar="M,M,...",
-        help="besides vanilla; with a size: lookup:6, seq:4, magicdec:4, tree:4x16x16, and "
-        "tree:8x32x32@64 for its best 64 nodes, +12 behind it to copy up to 12 tokens (%(default)s)",
+        help=f"besides vanilla, of auto, {', '.join(methods())}; with a size (lookup:6, seq:4, tree:4x16x16, "
+        "tree:8x32x32@64 for its best 64 nodes, +12 behind it to look up to 12 tokens up), and with options "
+        "(magicdec:4:window=256) (default: %(default)s)",
     )
 
 
@@ -192,9 +194,11 @@ def run_aime(arguments: argparse.Namespace) -> int:
 
 
 def _published_label(arguments: argparse.Namespace) -> str:
-    from longspec.bench.runners import method_label
+    from longspec.decoding.methods.registry import choose_method, find
 
-    return method_label(arguments.method, arguments.gamma, tuple(arguments.tree_shape))
+    sizes = {"gamma": arguments.gamma, "tree_shape": arguments.tree_shape}
+    own = find(arguments.method).options()
+    return choose_method(arguments.method, {name: sizes[name] for name in sizes if name in own}).label
 
 
 def _settings(

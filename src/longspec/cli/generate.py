@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from longspec.cli.arguments import (
     add_method_arguments,
@@ -23,6 +23,7 @@ from longspec.cli.arguments import (
     load,
     options,
 )
+from longspec.decoding.methods.registry import all_options
 
 if TYPE_CHECKING:
     from longspec.api import LongSpec
@@ -90,9 +91,11 @@ def _compare(model: LongSpec, prompt: str, chosen: Options, result: Generation) 
         print("[nothing to compare: the first token comes from reading the prompt]", file=sys.stderr)
         return
     own, plain = [], []
+    others = {name: value for name, value in chosen.items() if name not in all_options()}
+    vanilla = cast("Options", others | {"method": "vanilla"})
     for _ in range(_TURNS):
         own.append(model.generate(prompt, **chosen))
-        plain.append(model.generate(prompt, **chosen | {"method": "vanilla"}))
+        plain.append(model.generate(prompt, **vanilla))
     fast, slow = (max(one.decode_tokens_per_second for one in answers) for answers in (own, plain))
     same = all(one.token_ids == result.token_ids for one in (*own, *plain))
     print(

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from longspec.decoding.methods.make import MethodOptions
+    from longspec.decoding.methods import Tree
     from longspec.engine.memory import page_size, plan_decoding, size_engine
     from longspec.errors import UserError
     from longspec.hub import resolve
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     context = _checked("context", limit if arguments.context is None else arguments.context, limit)
     batch = _checked("batch", arguments.batch)
     shape = arguments.tree_shape or DEFAULT_TREE
-    MethodOptions("tree", tree_shape=shape)  # refuses what is wrong
+    Tree(shape)  # refuses what is wrong
     draft = _draft(arguments)
     budget = plan_decoding(config, draft, context, batch, shape, dtype, device)
     fits = min(limit, plan_memory(config, dtype, device).context_that_fits)

@@ -79,12 +79,6 @@ def figures(result: Generation) -> str:
     """One line on how it went."""
     decoding = f"{result.tokens} tokens at {result.decode_tokens_per_second:.1f} tokens/s"
     prompt = f"prompt of {result.prompt_tokens} in {result.prefill_seconds:.2f} s"
-    how = result.method
-    if result.tree_shape is not None:
-        shape = result.tree_shape
-        size = f"of {len(shape)}" if max(shape) == 1 else ",".join(map(str, shape))
-        most = f" cut to {result.max_nodes} nodes" if result.max_nodes else ""
-        copied = f", up to {result.num_copied} tokens copied" if result.num_copied else ""
-        how = f"{result.method} {size}{most}{copied}, tau {result.tau:.2f}"
+    how = result.label if result.tree_shape is None else f"{result.label}, tau {result.tau:.2f}"
     where = f"{printable(result.target)} {result.dtype} on {result.device}"
     return f"[{decoding}; {prompt}; {how}; seed {result.seed}; {where}; ended by {result.finish_reason}]"

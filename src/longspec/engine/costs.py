@@ -12,25 +12,21 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from longspec import __version__
-from longspec.decoding.expected import num_nodes
-from longspec.decoding.methods.make import MethodOptions, make_method
-from longspec.decoding.round import Method
-from longspec.engine.device import Device, Group, Report
+from longspec.decoding.methods import VANILLA, Method
+from longspec.engine.device import Device, Report
 from longspec.hub import cache_dir
 from longspec.models.files import write_whole
 from longspec.models.placement import device_name
 from longspec.progress import count_bar
 
 Times = dict[str, dict[int, list[tuple[int, float]]]]
-"""By method and number of rows: (context, seconds of a round)."""
-Timed = tuple[Group, Method]
-"""A method under the name that its rounds are captured by: what is timed need not be captured again."""
+"""By a method's label and the number of rows: (context, seconds of a round)."""
 # Contexts at which rounds are timed.
 HOST_CONTEXTS, CAPTURED_CONTEXTS = (256, 2048), (512, 8192, 65536)
 # Rounds that are timed, after one or more that are not: by the host so many at least, and at most.
@@ -46,28 +42,29 @@ class Costs:
     """Seconds of a round by method, rows and context."""
 
     times: Times
-    options: Mapping[str, MethodOptions]
+    methods: tuple[Method, ...]
+    """Those that were measured beside vanilla."""
 
-    def seconds(self, name: str, num_rows: int, context: int) -> float:
+    def seconds(self, method: Method, num_rows: int, context: int) -> float:
         """Of a round over so many rows of about this length each."""
-        measured = self.times.get(name)
+        measured = self.times.get(method.label)
         if not measured:
-            return 1.0 if name == "vanilla" else UNMEASURED
+            return 1.0 if method == VANILLA else UNMEASURED
         if num_rows in measured:
             return on_line(measured[num_rows], context)
-        return self._derived(name, num_rows, context)
+        return self._derived(method, num_rows, context)
 
-    def _derived(self, name: str, num_rows: int, context: int) -> float:
+    def _derived(self, method: Method, num_rows: int, context: int) -> float:
         """From one row: the target reads its weights once for all nodes of all rows, the draft works for
-        each row."""
-        points = [(1, on_line(self.times["vanilla"][1], context))]
-        for other, options in self.options.items():
-            if options.method == "lookup":
-                points.append((num_nodes(options), on_line(self.times[other][1], context)))
-        points.sort()
-        nodes = 1 if name == "vanilla" else num_nodes(self.options[name])
-        own = on_line(self.times[name][1], context) - on_line(points, nodes)
-        return on_line(points, num_rows * nodes) + max(own, 0.0) * (1 + num_rows) / 2
+        each row. What the target takes for so many nodes is known from the rounds that draft nothing."""
+
+        def of_one_row(one: Method) -> float:
+            return on_line(self.times[one.label][1], context)
+
+        lookups = [one for one in self.methods if one.source == "lookup"]
+        points = sorted((one.num_nodes, of_one_row(one)) for one in (VANILLA, *lookups))
+        drafting = max(of_one_row(method) - on_line(points, method.num_nodes), 0.0)
+        return on_line(points, num_rows * method.num_nodes) + drafting * (1 + num_rows) / 2
 
 
 def on_line(points: Sequence[tuple[int, float]], place: float) -> float:
@@ -87,25 +84,17 @@ def on_line(points: Sequence[tuple[int, float]], place: float) -> float:
 
 def measure(
     device: Device,
-    options: Mapping[str, MethodOptions],
+    methods: tuple[Method, ...],
     width: int,
     on_measured: Callable[[int], None] = lambda number: None,
 ) -> Times:
     """Time a round of every method and of vanilla, while no sequence runs."""
     on_gpu = device.models.target.device.type == "cuda"
-    timed = {
-        # A chain is timed in full: where it ends early, it costs what a shorter one does.
-        name: replace(one, min_confidence=0.0)
-        for name, one in {"vanilla": MethodOptions("vanilla"), **options}.items()
-    }
-    methods = {
-        name: ((one, False), make_method(one, device.models.draft, width=width))
-        for name, one in timed.items()
-    }
-    found: Times = {name: {} for name in methods}
+    timed = {one.label: one.in_full().fit(device.models, width=width) for one in (VANILLA, *methods)}
+    found: Times = {label: {} for label in timed}
     with torch.inference_mode():
         for num_rows, contexts in places(device).items():
-            for name, context, seconds in _time(device, methods, num_rows, contexts, on_gpu):
+            for name, context, seconds in _time(device, timed, num_rows, contexts, on_gpu):
                 found[name].setdefault(num_rows, []).append((context, seconds))
                 on_measured(1)
         _rest(device)
@@ -122,7 +111,7 @@ def places(device: Device) -> dict[int, tuple[int, ...]]:
 
 
 def _time(
-    device: Device, methods: Mapping[str, Timed], num_rows: int, contexts: tuple[int, ...], on_gpu: bool
+    device: Device, methods: Mapping[str, Method], num_rows: int, contexts: tuple[int, ...], on_gpu: bool
 ) -> Iterator[tuple[str, int, float]]:
     for context in contexts:
         times: dict[str, list[float]] = {name: [] for name in methods}
@@ -137,7 +126,7 @@ def _time(
             for name in open_names:
                 place_rows(device, num_rows, context)
                 started = time.perf_counter()
-                device.round(*methods[name], num_rows, [True] * num_rows, False).read()
+                device.round(methods[name], num_rows, [True] * num_rows, False).read()
                 if turn > 0:  # the first has the set-up of kernels in it
                     times[name].append(time.perf_counter() - started)
             if turn >= least:
@@ -148,13 +137,13 @@ def _time(
             yield name, context, min(times[name])
 
 
-def _captured_seconds(device: Device, timed: Timed, num_rows: int, context: int) -> float:
+def _captured_seconds(device: Device, method: Method, num_rows: int, context: int) -> float:
     def rounds(count: int) -> float:
         place_rows(device, num_rows, context)
         started = time.perf_counter()
         report: Report | None = None
         for _ in range(count):
-            report = device.round(*timed, num_rows, [True] * num_rows, False)
+            report = device.round(method, num_rows, [True] * num_rows, False)
         assert report is not None
         report.read()
         return (time.perf_counter() - started) / count
@@ -222,13 +211,19 @@ class Memory:
         return Memory(least, self.tries + 1, is_quiet)
 
 
-def memory_path(device: Device, options: Mapping[str, MethodOptions]) -> Path:
+def memory_path(device: Device, methods: tuple[Method, ...]) -> Path:
     """Where that is kept: by what is measured, and everything that the times depend on."""
     models = device.models
     target, draft = models.target, models.draft
     facts = [
         *(__version__, torch.__version__, repr(target.config), str(target.dtype)),
-        *([list(options), {str(rows): at for rows, at in places(device).items()}, models.fused]),
+        *(
+            [
+                [one.label for one in methods],
+                {str(rows): at for rows, at in places(device).items()},
+                models.fused,
+            ]
+        ),
         (repr(draft.config), type(draft.qkv).__name__) if draft else None,
         type(target.attention).__name__,
         device_name(target.device),
@@ -264,18 +259,16 @@ def write_memory(path: Path, memory: Memory) -> OSError | None:
     return None
 
 
-def known_costs(
-    device: Device, options: Mapping[str, MethodOptions], width: int, progress: bool = False
-) -> Costs:
+def known_costs(device: Device, methods: tuple[Method, ...], width: int, progress: bool = False) -> Costs:
     """What is remembered of these methods on this machine, or measured now and remembered."""
-    path = memory_path(device, options)
+    path = memory_path(device, methods)
     known = read_memory(path)
     if known is None or not known.is_settled:
         if progress:
             print("longspec: measuring this machine (once)", file=sys.stderr)
         load, where = Load(), places(device)
-        with count_bar("measuring", (len(options) + 1) * sum(map(len, where.values())), progress) as advance:
-            times = measure(device, options, width, advance)
+        with count_bar("measuring", (len(methods) + 1) * sum(map(len, where.values())), progress) as advance:
+            times = measure(device, methods, width, advance)
         is_quiet = device.models.target.device.type != "cpu" or load.is_quiet()
         known = Memory(times, 1, is_quiet) if known is None else known.after(times, is_quiet)
         if progress and not known.is_settled:
@@ -286,7 +279,7 @@ def known_costs(
         error = write_memory(path, known)
         if error is not None:
             print(f"longspec: could not remember the measurements: {error}", file=sys.stderr)
-    return Costs(known.times, options)
+    return Costs(known.times, methods)
 
 
 class Load:

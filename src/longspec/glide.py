@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longspec import hub
 from longspec.attention import choose_backend
-from longspec.config import DraftConfig, ModelConfig
+from longspec.config import DraftConfig
 from longspec.decoding.choose import Sampling
 from longspec.decoding.methods import VANILLA, MagicDec, Method, Seq, Tree
 from longspec.engine.engine import Engine
@@ -22,6 +22,7 @@ from longspec.errors import UserError
 from longspec.models.checkpoint import WeightFiles
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.draft_files import load_draft
+from longspec.models.families import config_from_hf
 from longspec.models.files import eos_ids, read_config
 from longspec.models.load import load_target
 from longspec.models.placement import pick_device, pick_dtype
@@ -57,7 +58,7 @@ class GlideModel(nn.Module):
         super().__init__()
         name = fspath(target_model_path)
         folder = hub.resolve(name).folder
-        shape = read_config(folder) if config is None else ModelConfig.from_hf(config)
+        shape = read_config(folder) if config is None else config_from_hf(config)
         if shape.family not in self.families:
             raise UserError(
                 f"{type(self).__name__} is for {' or '.join(self.families)}, and {name} is {shape.family}"

@@ -1,10 +1,9 @@
-"""The names the field knows, `LlamaGlide` and `Qwen2Glide`: a thin face over target, draft and decoding."""
+"""The published names, `LlamaGlide` and `Qwen2Glide`: clients of the engine with the published signatures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from os import PathLike, fspath
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,12 +18,10 @@ from longspec.engine.engine import Engine
 from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
-from longspec.models.checkpoint import WeightFiles
-from longspec.models.draft import DraftHead, GlideDraft
-from longspec.models.draft_files import load_draft
+from longspec.models.draft import DraftHead
 from longspec.models.families import config_from_hf
-from longspec.models.files import eos_ids, read_config
-from longspec.models.load import load_target
+from longspec.models.files import read_config
+from longspec.models.pair import load_pair
 from longspec.models.placement import pick_device, pick_dtype
 
 # What users of `transformers` may ask for, by the backend that does it here.
@@ -47,7 +44,7 @@ class GlideModel(nn.Module):
         *,
         torch_dtype: torch.dtype | str | None = None,
         attn_implementation: str | None = None,
-        draft_config: DraftConfig | Mapping[str, Any] | None = None,
+        draft_config: DraftConfig | None = None,
         device: torch.device | str = "auto",
         seed: int | None = None,
     ) -> None:
@@ -57,8 +54,7 @@ class GlideModel(nn.Module):
         """
         super().__init__()
         name = fspath(target_model_path)
-        folder = hub.resolve(name).folder
-        shape = read_config(folder) if config is None else config_from_hf(config)
+        shape = read_config(hub.resolve(name).folder) if config is None else config_from_hf(config)
         if shape.family not in self.families:
             raise UserError(
                 f"{type(self).__name__} is for {' or '.join(self.families)}, and {name} is {shape.family}"
@@ -68,19 +64,11 @@ class GlideModel(nn.Module):
                 f"attn_implementation {attn_implementation!r} is unknown; use one of {list(_BACKENDS)}"
             )
         device = pick_device(device)
-        with WeightFiles(folder) as weights:
-            self.model = load_target(shape, weights.tensor, device, _dtype(torch_dtype, device), pack=False)
+        pair = load_pair(
+            name, glide_path, draft_config, device, _dtype(torch_dtype, device), config=shape, seed=seed
+        )
+        self.model, self.draft_model, self.eos_ids = pair.target, pair.draft, pair.eos_ids
         self.model.attention = choose_backend(_BACKENDS[attn_implementation])
-        self.eos_ids = eos_ids(folder)
-        if glide_path is None:
-            if not isinstance(draft_config, DraftConfig):  # a config file's
-                draft_config = DraftConfig(**draft_config or {})
-            self.draft_model = GlideDraft(shape, draft_config)
-            self.draft_model.initialise(None if seed is None else torch.Generator().manual_seed(seed))
-            self.draft_model.to(device=device, dtype=self.model.dtype)
-        else:
-            self.draft_model = load_draft(_draft_path(glide_path), self.model, name).draft
-        self.draft_model.requires_grad_(True)
         self._engine: Engine | None = None
 
     @property
@@ -242,10 +230,6 @@ class Qwen2Glide(GlideModel):
     """A Qwen2 target (QwQ too) with its draft."""
 
     families = ("qwen2", "qwen3")
-
-
-def _draft_path(path: str | PathLike[str]) -> Path:
-    return hub.resolve_draft(fspath(path))
 
 
 def _dtype(wanted: torch.dtype | str | None, device: torch.device) -> torch.dtype:

@@ -26,6 +26,7 @@ LEVELS: list[set[str]] = [
     {"train"},
     {"bench"},
     {"cli"},
+    {"__main__"},
 ]
 
 

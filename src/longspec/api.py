@@ -131,12 +131,7 @@ class LongSpec:
             model, *drafting, acceptance, max_length=max_length, limit=limit, max_rows=max_rows,
             kv_memory=kv_memory,
         )  # fmt: skip
-        if calibrate:
-            with engine.paused() as rows:
-                costs = known_costs(rows, engine.candidates, engine.width, progress)
-            engine.adopt(costs)
-        engine.prepare()
-        return cls(
+        loaded = cls(
             engine,
             encoder,
             files.name,
@@ -144,6 +139,19 @@ class LongSpec:
             frozenset(end for end in ends if end is not None),
             wanted if drafting[0] else None,
         )
+        if calibrate:
+            loaded.calibrate(progress)
+        else:
+            engine.prepare()
+        return loaded
+
+    def calibrate(self, progress: bool = False) -> None:
+        """Measure this machine for method "auto", unless that was done before. Ctrl-C stops the measuring
+        and leaves the model as it was."""
+        with self.engine.paused() as rows:
+            costs = known_costs(rows, self.engine.candidates, self.engine.width, progress)
+        self.engine.adopt(costs)
+        self.engine.prepare()
 
     @property
     def tokenizer(self) -> Any:
@@ -228,6 +236,7 @@ class LongSpec:
             token_ids=list(sequence.tokens),
             finish_reason=sequence.finish_reason or "running",
             seed=sequence.seed,
+            temperature=sequence.sampling.temperature,
             prompt_tokens=len(sequence.prompt),
             prefilled_tokens=len(sequence.prompt) - sequence.num_shared,
             rounds=sequence.num_rounds,

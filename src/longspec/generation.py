@@ -15,6 +15,8 @@ class Generation:
     finish_reason: str
     """"eos", "stop" (a stop string came), "length", "closed" (the stream was closed) or "running"."""
     seed: int
+    temperature: float
+    """0 is greedy: the seed then has no effect."""
     prompt_tokens: int
     prefilled_tokens: int
     """Prompt tokens that had to be computed, over the whole batch; the rest was in the cache."""

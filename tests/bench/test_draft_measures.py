@@ -52,8 +52,26 @@ def test_the_best_nodes_of_a_larger_tree_are_asked_for_by_label() -> None:
             read_label(label)
 
 
+def test_acceptance_can_be_set_in_a_label(smollm2: LongSpec) -> None:
+    assert OurMethod(smollm2, "tree:2x4").same_when_sampled
+    assert not OurMethod(smollm2, "tree:2x4:acceptance=rejection").same_when_sampled
+    with pytest.raises(UserError, match="acceptance 'luck' is unknown"):
+        OurMethod(smollm2, "tree:acceptance=luck")
+
+
 @pytest.mark.parametrize(
-    "label", ["vanilla", "lookup:3", "seq:2", "tree:2x4", "tree:2x4@5", "tree:2x4@5+3", "tree:1x1"]
+    "label",
+    [
+        "magicdec:2:window=2:sinks=1",
+        "seq:3:min_confidence=0.99",
+        "vanilla",
+        "lookup:3",
+        "seq:2",
+        "tree:2x4",
+        "tree:2x4@5",
+        "tree:2x4@5+3",
+        "tree:1x1",
+    ],
 )
 def test_what_ran_is_told_by_the_label_that_asks_for_it(smollm2: LongSpec, label: str) -> None:
     (answer,) = OurMethod(smollm2, label).answers([[1, 2, 3, 1, 2]], [Asked(4, 0.0, 0)])

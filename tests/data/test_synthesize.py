@@ -29,20 +29,9 @@ from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 
-# What `longspec data synthesize ARGUMENTS` runs.
-PROGRAM = """
-import argparse, sys
-from longspec.cli import data_synthesize
-from longspec.errors import UserError
-parser = argparse.ArgumentParser()
-data_synthesize.add_arguments(parser)
-try: sys.exit(data_synthesize.run(parser.parse_args()))
-except UserError as error: sys.exit(f"error: {error}")
-"""
-
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-c", PROGRAM, *map(str, arguments)]
+    return [sys.executable, "-m", "longspec", "data", "synthesize", *map(str, arguments)]
 
 
 def texts(folder: Path, tokenizer: Any) -> list[tuple[str, str]]:

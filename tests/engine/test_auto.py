@@ -16,7 +16,7 @@ from longspec import LongSpec
 from longspec.decoding.choose import Sampling
 from longspec.decoding.methods import VANILLA, Auto, Lookup, Method, Seq, Tree
 from longspec.engine.auto import Outlook, Policy, candidates
-from longspec.engine.costs import Costs, Times, known_costs, measure, interpolate, timed_sizes
+from longspec.engine.costs import Costs, Times, interpolate, known_costs, measure, timed_sizes
 from longspec.engine.engine import Engine
 from tests.decoding.scripted import (
     SCRIPTS,
@@ -167,7 +167,7 @@ def test_fewer_nodes_as_the_context_and_the_rows_grow() -> None:
         assert found[0] == 64 > found[-1]
 
 
-def test_costs_lie_interpolates_and_what_rows_cost_is_derived() -> None:
+def test_costs_lie_on_lines_and_what_rows_cost_is_derived() -> None:
     points = [(256, 2.0), (2048, 4.0), (8192, 3.0)]
     assert [interpolate(points, at) for at in (1, 256, 1152, 2048, 8192, 10**6)] == [2, 2, 3, 4, 3, 3]
     one = {VANILLA: 1.0, Seq(2): 1.5, Lookup(2): 1.2}

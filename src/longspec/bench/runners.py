@@ -1,4 +1,4 @@
-"""Whoever answers a prompt under the clock: our methods here, `transformers` in `longspec.bench.hf`."""
+"""What answers prompts while it is timed: our methods here, `transformers` in `longspec.bench.hf`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from longspec.api import LongSpec
-from longspec.decoding.methods import Method
+from longspec.decoding.methods import Choice, Method
 from longspec.decoding.methods.registry import read_label
 from longspec.engine.sequence import Sequence
-from longspec.options import Options
+from longspec.options import Options, read_options
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,15 @@ class Runner(Protocol):
     """One line of the comparison."""
 
     label: str
+    same_when_sampled: bool
+    """Whether it must say what vanilla says at temperatures above 0, too: it draws with the same noise."""
 
     def answers(self, prompts: Many[list[int]], asked: Many[Asked]) -> list[Answer]:
         """Answer them side by side; what an earlier turn of the same items left in a cache may be used."""
         ...
 
     def forget(self) -> None:
-        """Let go of everything that belongs to an earlier item."""
+        """Drop what is cached of earlier items."""
         ...
 
 
@@ -57,11 +59,12 @@ class OurMethod:
     """A decoding method of this package."""
 
     def __init__(self, model: LongSpec, label: str) -> None:
-        self.label = label
-        self._model = model
-        self._choice = read_label(label)
+        self._model, self.label = model, label
+        self._choice, self._acceptance = read_method(label)
+        self.same_when_sampled = self._acceptance == "coupled"
         if isinstance(self._choice, Method):
-            self._choice.fit(model.engine.models)  # refuses what cannot run, before all else
+            # Raises for a bad size or a missing draft, before anything runs.
+            self._choice.fit(model.engine.models)
 
     def _options(self, asked: Many[Asked]) -> Options:
         given = {
@@ -69,15 +72,17 @@ class OurMethod:
             "temperature": asked[0].temperature,
             "seed": [one.seed for one in asked],
             "method": self._choice.name,
+            "acceptance": self._acceptance,
             **{name: getattr(self._choice, name) for name in self._choice.options()},
         }
         return cast("Options", given)
 
     def answers(self, prompts: Many[list[int]], asked: Many[Asked]) -> list[Answer]:
         """See `Runner.answers`. They differ in their seeds alone."""
+        rule = "" if self.same_when_sampled else f":acceptance={self._acceptance}"
         return [
             Answer(
-                ran=found.label,
+                ran=found.label + rule,
                 token_ids=found.token_ids,
                 first_tokens=1,
                 prefill_seconds=found.prefill_seconds,
@@ -92,6 +97,18 @@ class OurMethod:
     def forget(self) -> None:
         """See `Runner.forget`."""
         self._model.reset()
+
+
+def read_method(label: str) -> tuple[Choice, str]:
+    """What a label of `--methods` means: a method with its options, and how its tokens are accepted.
+
+    lookup:6, tree:8x32x32@64+12, magicdec:4:window=256, and tree:acceptance=rejection.
+    """
+    named = [part for part in label.split(":") if part.startswith("acceptance=")]
+    choice = read_label(":".join(part for part in label.split(":") if part not in named))
+    acceptance = named[-1].removeprefix("acceptance=") if named else "coupled"
+    read_options({"acceptance": acceptance})  # refuses an unknown one
+    return choice, acceptance
 
 
 def accepted_by_depth(depths: list[int]) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from longspec.bench.clock import now
+from longspec.bench.environment import now
 from longspec.bench.shapes import random_target, shape_named
 from longspec.config import DraftConfig, ModelConfig
 from longspec.data.collate import collate

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 DEFAULT_TARGET = "smollm2-135m"
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which target, and how it is run."""
-    group = parser.add_argument_group("model")
+def add_target(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--target",
         default=DEFAULT_TARGET,
@@ -30,13 +28,40 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="short name (see `longspec models`), hub id, Hugging Face folder or .gguf file "
         "(default: %(default)s)",
     )
+    add_source(group)
+
+
+def add_source(group: argparse._ActionsContainer) -> None:
+    """Where a target may come from."""
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
     group.add_argument("--offline", action="store_true", help="use only what is on disk")
+
+
+def add_device(group: argparse._ActionsContainer) -> None:
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     group.add_argument(
         "--dtype",
         default="auto",
         help="auto, float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)",
+    )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which target, and how it is run."""
+    group = parser.add_argument_group("model")
+    add_target(group)
+    group.add_argument(
+        "--draft",
+        metavar="DRAFT",
+        help="draft folder, .pth file, hub id, or the short name of a target whose draft comes with longspec "
+        "(default: the target's own; 'none' for none)",
+    )
+    add_device(group)
+    group.add_argument(
+        "--draft-dtype",
+        default="auto",
+        metavar="TYPE",
+        help="of the draft's weights: int8, target (as the target's), or auto: int8 on a CPU (default)",
     )
     group.add_argument(
         "--attention",
@@ -45,7 +70,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto (triton on a GPU), torch, triton or reference",
     )
     group.add_argument(
-        "--max-length", type=int, metavar="N", help="limit on prompt plus answer (default: the model's)"
+        "--max-length",
+        type=whole_number,
+        metavar="N",
+        help="limit on prompt plus answer (default: the model's)",
     )
     add_size_arguments(group)
 
@@ -53,7 +81,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_size_arguments(parser: argparse._ActionsContainer) -> None:
     """How large the engine is."""
     parser.add_argument(
-        "--max-rows", type=_rows, metavar="N", help="prompts that run at once (default: 128, on a CPU 16)"
+        "--max-rows",
+        type=positive_number,
+        metavar="N",
+        help="prompts that run at once (default: 128, on a CPU 16)",
     )
     parser.add_argument(
         "--kv-memory",
@@ -93,18 +124,12 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "decoding method (changes the speed, never the words: every method says what vanilla says)"
     )
     described = "; ".join(f"{name}: {choice.summary}" for name, choice in choices().items())
-    group.add_argument("--method", default=Auto.name, help=f"{described} (default: %(default)s)")
     group.add_argument(
-        "--draft",
-        metavar="DRAFT",
-        help="draft folder, .pth file, hub id, or the short name of a target whose draft comes with longspec "
-        "(default: the target's own; 'none' for none)",
-    )
-    group.add_argument(
-        "--draft-dtype",
-        default="auto",
-        metavar="TYPE",
-        help="of the draft's weights: int8, target (as the target's), or auto: int8 on a CPU (default)",
+        "--method",
+        default=Auto.name,
+        choices=list(choices()),
+        metavar="NAME",
+        help=f"{described} (default: %(default)s)",
     )
     group.add_argument(
         "--acceptance",
@@ -131,19 +156,46 @@ def add_tree_shape(parser: argparse._ActionsContainer, default: tuple[int, ...] 
     shown = ",".join(map(str, DEFAULT_TREE))
     parser.add_argument(
         "--tree-shape",
-        type=_tree_shape,
+        type=whole_numbers,
         default=default,
         metavar="N,N,...",
         help=f"nodes per depth of the tree ({shown})",
     )
 
 
-def _tree_shape(text: str) -> tuple[int, ...]:
-    """Nodes per depth, separated by commas."""
+def whole_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",")) if text.strip() else ()
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 4,16,16") from None
+
+
+def whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def positive_number(text: str) -> int:
+    """A count of which there must be at least one."""
+    if (found := whole_number(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return found
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 0,0.7,1.0") from None
 
 
 def _read_option(option: Option) -> Callable[[str], Any]:
@@ -154,12 +206,6 @@ def _read_option(option: Option) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return read
-
-
-def _rows(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of prompts, 1 or more")
-    return int(text)
 
 
 def _num_bytes(text: str) -> int:

@@ -20,6 +20,7 @@ import torch
 from longspec import __version__
 from longspec.decoding.methods import VANILLA, Method
 from longspec.engine.device import Device, Report
+from longspec.engine.interrupts import undisturbed
 from longspec.hub import cache_dir
 from longspec.models.files import write_whole
 from longspec.models.placement import device_name
@@ -93,11 +94,13 @@ def measure(
     timed = {one.label: one.in_full().fit(device.models, width=width) for one in (VANILLA, *methods)}
     found: Times = {label: {} for label in timed}
     with torch.inference_mode():
-        for num_rows, contexts in timed_sizes(device).items():
-            for name, context, seconds in _time(device, timed, num_rows, contexts, on_gpu):
-                found[name].setdefault(num_rows, []).append((context, seconds))
-                on_measured(1)
-        _rest(device)
+        try:
+            for num_rows, contexts in timed_sizes(device).items():
+                for name, context, seconds in _time(device, timed, num_rows, contexts, on_gpu):
+                    found[name].setdefault(num_rows, []).append((context, seconds))
+                    on_measured(1)
+        finally:  # Ctrl-C may have stopped it between two rounds
+            _rest(device)
     return {name: {rows: sorted(points) for rows, points in by.items()} for name, by in found.items()}
 
 
@@ -117,16 +120,19 @@ def _time(
         times: dict[str, list[float]] = {name: [] for name in methods}
         if on_gpu:
             for name, method in methods.items():
-                yield name, context, _captured_seconds(device, method, num_rows, context)
+                with undisturbed():
+                    seconds = _captured_seconds(device, method, num_rows, context)
+                yield name, context, seconds
             continue
         # The methods take turns, so that other programs disturb all of them alike; the fastest turn counts.
         least, most = PLAIN_ROUNDS
         open_names = list(methods)
         for turn in range(most + 1):
             for name in open_names:
-                place_rows(device, num_rows, context)
-                started = time.perf_counter()
-                device.round(methods[name], num_rows, [True] * num_rows, False).read()
+                with undisturbed():
+                    place_rows(device, num_rows, context)
+                    started = time.perf_counter()
+                    device.round(methods[name], num_rows, [True] * num_rows, False).read()
                 if turn > 0:  # the first turn also sets up kernels
                     times[name].append(time.perf_counter() - started)
             if turn >= least:

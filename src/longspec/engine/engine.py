@@ -8,7 +8,6 @@ takes over when the leader has what it waited for.
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 import time
 from collections import Counter, deque
@@ -27,6 +26,7 @@ from longspec.engine.auto import Outlook, Policy, candidates, unmeasured
 from longspec.engine.costs import Costs
 from longspec.engine.device import Device, Group, Piece, Report
 from longspec.engine.fill import SEGMENT
+from longspec.engine.interrupts import undisturbed
 from longspec.engine.scheduler import Scheduler, Seat
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
@@ -229,7 +229,7 @@ class Engine:
 
     def _work(self) -> None:
         """One turn, which Ctrl-C does not break off; an error in it ends every sequence, not the engine."""
-        with _undisturbed(), torch.inference_mode(), on_device(self.models.target.device):
+        with undisturbed(), torch.inference_mode(), on_device(self.models.target.device):
             if self._take_orders():
                 try:
                     self._turn()
@@ -612,19 +612,3 @@ def _is_sampled(sequence: Sequence) -> bool:
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Kernels are launched on the current device: make it this one."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block: an interrupted turn leaves rows and pages half written."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda *what: pressed.append(what))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed and callable(before):
-        before(*pressed[0])

@@ -175,16 +175,16 @@ class GlideModel(nn.Module):
         seed: int,
     ) -> tuple[Tensor, int, int, float, Tensor]:
         """Rows of `input_ids` [B, T] are prompts of `prompt_length` [B] tokens, padded on the right."""
-        ends = self.eos_ids if eos_id is None else frozenset({eos_id})
+        eos_ids = self.eos_ids if eos_id is None else frozenset({eos_id})
         lengths = torch.as_tensor(prompt_length).expand(input_ids.shape[0]).tolist()
         sampling = Sampling(temperature=temperature)
         rows = [
-            Sequence(ids[:length], max_gen_len, sampling, seed + index, ends, method)
+            Sequence(ids[:length], max_gen_len, sampling, seed + index, eos_ids, method)
             for index, (ids, length) in enumerate(zip(input_ids.tolist(), lengths, strict=True))
         ]
         for _ in self._engine_for(rows).run_each(rows):
             pass
-        # Prompts are not counted, as far as they come before everything else.
+        # From the first token on, so that most of the time of the prompts does not count.
         seconds = max(row.finished_at for row in rows) - min(row.first_at for row in rows)
         tokens = input_ids.new_zeros(len(rows), max_gen_len)
         drafted = torch.zeros_like(tokens)
@@ -195,8 +195,8 @@ class GlideModel(nn.Module):
         return tokens, int(drafted.sum()), num_rounds, seconds, drafted
 
     def _engine_for(self, rows: list[Sequence]) -> Engine:
-        """An engine that is large enough: the last one, or else a new one. It holds nothing of earlier
-        texts, because weights may have changed since."""
+        """The last engine, or a new one where that is too small. It forgets earlier texts, because weights may
+        have changed since."""
         longest, num_rows = max(row.limit for row in rows), min(len(rows), _ROWS)
         engine = self._engine
         if engine is not None and longest <= engine.max_length and num_rows <= engine.device.max_rows:
@@ -211,12 +211,12 @@ class GlideModel(nn.Module):
         return engine
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Weights go elsewhere, or become another type: an engine is for those that it was made with."""
+        """Drop the engine where weights move or change their type, because it was made for the old ones."""
         self._engine = None
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy makes its own engine."""
+        """Without the engine: a copy makes its own."""
         return self.__dict__ | {"_engine": None}
 
 

@@ -21,7 +21,7 @@ from longspec.models.files import write_whole
 from longspec.train import checkpoints, evaluate
 from longspec.train.build import Parts, build
 from longspec.train.compiled import compile_layers
-from longspec.train.engine import Engine, Optimisation, Processes, join, local_device
+from longspec.train.engine import Optimisation, Processes, TrainingEngine, join, local_device
 from longspec.train.layout import Layout, head_rows, lay_out
 from longspec.train.losses import one_chunk
 from longspec.train.objective import Objective, Outcome
@@ -119,7 +119,9 @@ class Trainer:
             stage.clip,
             stage.optimizer == "muon",
         )
-        self.engine = Engine(target, draft, settings.deepspeed.config, optimisation, processes, device)
+        self.engine = TrainingEngine(
+            target, draft, settings.deepspeed.config, optimisation, processes, device
+        )
         chunk = compile_layers(target, draft) if settings.compile else one_chunk
         self.objective = Objective(
             target,

@@ -195,8 +195,10 @@ class GlideModel(nn.Module):
         return tokens, int(drafted.sum()), num_rounds, seconds, drafted
 
     def _engine_for(self, rows: list[Sequence]) -> Engine:
-        """The last engine, or a new one where that is too small. It forgets earlier texts, because weights may
-        have changed since."""
+        """The last engine, or a new one where that is too small.
+
+        It forgets earlier texts, because weights may have changed since.
+        """
         longest, num_rows = max(row.limit for row in rows), min(len(rows), _ROWS)
         engine = self._engine
         if engine is not None and longest <= engine.max_length and num_rows <= engine.device.max_rows:

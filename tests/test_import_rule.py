@@ -58,6 +58,12 @@ def test_imports_point_one_way() -> None:
     assert not wrong
 
 
+def test_the_published_names_are_used_by_nobody_here() -> None:
+    """They are clients. The package re-exports them, and under the published paths too."""
+    users = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if "glide" in imports(path)}
+    assert users == {"__init__.py", "train/models/llama_glide.py", "train/models/qwen2_glide.py"}
+
+
 def newly_imported(names: tuple[str, ...], code: str, before: str = "") -> list[str]:
     """Which of these modules a fresh process imports for `code`, and not for what comes before it."""
     told = f"print([name for name in {names!r} if name in set(sys.modules) - known])"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from longspec.errors import UserError
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-# Nodes per depth of the tree that is drafted. With its root 64: one more, and a GPU works as for 128.
+# The default tree, as nodes per depth. With its root it has 64 nodes: a tile of our kernels has 64 rows.
 DEFAULT_TREE = (4, 16, 16, 16, 11)
 
 
@@ -108,7 +108,7 @@ class DraftConfig:
     intermediate_size: int = 0
     """The width of its feed-forward; 0 is the target's."""
     lag_gate: bool = False
-    """Whether it is told how far it lags: by that, what the hidden state adds is scaled and shifted."""
+    """Whether what the hidden state adds is scaled and shifted by vectors for each lag."""
 
     def __post_init__(self) -> None:
         for name in ("window", "max_lag"):

@@ -16,7 +16,7 @@ from longspec import LongSpec
 from longspec.decoding.methods import VANILLA, Auto, Lookup, Method, Seq, Tree
 from longspec.decoding.sampling import Sampling
 from longspec.engine.auto import Outlook, Policy, candidates
-from longspec.engine.costs import Costs, Times, known_costs, measure, on_line, places
+from longspec.engine.costs import Costs, Times, interpolate, known_costs, measure, timed_sizes
 from longspec.engine.engine import Engine
 from tests.decoding.scripted import (
     SCRIPTS,
@@ -169,7 +169,7 @@ def test_fewer_nodes_as_the_context_and_the_rows_grow() -> None:
 
 def test_costs_lie_on_lines_and_what_rows_cost_is_derived() -> None:
     points = [(256, 2.0), (2048, 4.0), (8192, 3.0)]
-    assert [on_line(points, at) for at in (1, 256, 1152, 2048, 8192, 10**6)] == [2, 2, 3, 4, 3, 3]
+    assert [interpolate(points, at) for at in (1, 256, 1152, 2048, 8192, 10**6)] == [2, 2, 3, 4, 3, 3]
     one = {VANILLA: 1.0, Seq(2): 1.5, Lookup(2): 1.2}
     costs = Costs(
         {method.label: {1: [(256, seconds)]} for method, seconds in one.items()}, (Seq(2), Lookup(2))
@@ -216,7 +216,7 @@ def test_every_method_is_timed_where_it_is_asked_for() -> None:
     with engine.paused() as device:
         found = measure(device, engine.candidates, engine.width)
         assert set(found) == {"vanilla", *(one.label for one in engine.candidates)}
-        assert all(set(by) == set(places(device)) for by in found.values())
+        assert all(set(by) == set(timed_sizes(device)) for by in found.values())
         assert not bool(device.slots.running.any())
         assert device.slots.ring is not None
         assert bool((device.slots.ring.positions == -1).all())

@@ -14,6 +14,8 @@ from longspec.attention.base import AttentionPlan, by_layer, merge
 _SHORT = 64
 # Up to so many entries one mask covers prefix and new tokens; beyond, reading it costs more than a merge.
 _LARGEST_BIAS = 2**18
+# Up to so many keys a copy of their parts costs less than a call for each part and a merge.
+_CHEAP_COPY = 1024
 # Queries of a long prompt and keys that cuDNN takes in one call: what was fastest on an H200, and the least.
 _MOST_QUERIES, _MOST_KEYS, _LEAST_BLOCK = 16384, 32768, 2048
 
@@ -50,9 +52,10 @@ class TorchAttention:
                 return self._attend_blocks(q, k, v, plan, row)
             result = _causal(q, _cut(k, own), _cut(v, own))
         else:
-            whole, groups = plan.runs(row, 0, end), q.shape[1] // k.shape[0]
-            if ranges == [(0, length)] and len(whole) == 1 and _fits_mask(q, plan.num_new * groups * end):
-                return _biased(q, k[:, whole[0]], v[:, whole[0]], _whole_bias(plan, row, q, groups))
+            groups = q.shape[1] // k.shape[0]
+            if ranges == [(0, length)] and _fits_mask(q, plan.num_new * groups * end):
+                whole = plan.runs(row, 0, end)
+                return _biased(q, _cut(k, whole), _cut(v, whole), _whole_bias(plan, row, q, groups))
             result = _masked(q, _cut(k, own), _cut(v, own), _tree_of(plan, row))
         return self._merge(_over(q, k, v, runs), result) if runs else result
 
@@ -149,6 +152,8 @@ def _pieces(whole: slice, most: int) -> Iterator[slice]:
 
 def _over(q: Tensor, k: Tensor, v: Tensor, runs: list[slice]) -> tuple[Tensor, Tensor]:
     """Queries [T, H, D] over these parts of keys [K, S, D], every query seeing every key."""
+    if sum(run.stop - run.start for run in runs) <= _CHEAP_COPY:
+        return _unmasked(q, _cut(k, runs), _cut(v, runs))
     parts = [_unmasked(q, k[:, run], v[:, run]) for run in runs]
     return reduce(merge, parts)
 

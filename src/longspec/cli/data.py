@@ -16,7 +16,7 @@ from longspec.cli.synthesize import SYNTHESIZE
 from longspec.cli.terminal import in_colour, printable
 
 if TYPE_CHECKING:
-    from longspec.data.prepare import Summary
+    from longspec.data.prepare import PrepareSummary
     from longspec.data.shards import Packed
 
 _ABOUT = """\
@@ -148,10 +148,10 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    from longspec.data.prepare import Options, prepare
+    from longspec.data.prepare import PrepareOptions, prepare
 
-    names = {field.name for field in fields(Options)}
-    options = Options(
+    names = {field.name for field in fields(PrepareOptions)}
+    options = PrepareOptions(
         inputs=tuple(arguments.inputs),
         folder=Path(os.path.expanduser(arguments.output)),
         renames=tuple(arguments.rename),
@@ -170,7 +170,7 @@ def _number(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def _tell(summary: Summary) -> None:
+def _tell(summary: PrepareSummary) -> None:
     if summary.already:
         print(f"{printable(summary.folder)} is done already")
     print(

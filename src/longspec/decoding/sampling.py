@@ -29,7 +29,7 @@ class Sampling:
         for field in fields(self):
             value = number(field.name, getattr(self, field.name))
             if isinstance(field.default, float):
-                # A kernel takes a whole number for a number of another type.
+                # Triton compiles a kernel anew for an int where it had a float.
                 object.__setattr__(self, field.name, value)
         if self.temperature < 0:
             raise UserError(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
@@ -53,7 +53,7 @@ class Sampling:
         }
         if not values.get("do_sample"):
             given["temperature"] = 0.0
-        if given.get("top_k") == -1:  # how some write that it is off
+        if given.get("top_k") == -1:  # some configs write "off" like this
             given["top_k"] = 0
         return cls(**{"temperature": 1.0} | given)
 

@@ -129,7 +129,7 @@ class Scheduler:
         lacking = -(-num_entries // self.pool.size) - len(seat.pages)
         if lacking <= 0:
             return []
-        pages = self.pool.take(lacking, seat.pages[-1])
+        pages = self.pool.take(lacking, seat.pages[-1], evicts=seat.sequence.num_shared > 0)
         if pages is not None:
             seat.pages += pages
         return pages

@@ -13,13 +13,13 @@ from longspec.models.families import FAMILIES
 from longspec.models.layers import pack_linears
 from longspec.models.target import Transformer
 
-Reader = Callable[[str], Tensor]
+TensorReader = Callable[[str], Tensor]
 """Gives one tensor by its name in the checkpoint."""
 
 
 def load_target(
     config: ModelConfig,
-    read: Reader,
+    read: TensorReader,
     device: torch.device,
     dtype: torch.dtype,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
@@ -33,7 +33,7 @@ def load_target(
     with torch.device("meta"):
         model = Transformer(config)
     model.requires_grad_(False).eval()
-    # Not `to_empty`: to make something like a tensor without memory, torch imports an algebra system first.
+    # Not `to_empty`, because on a meta tensor it makes torch import sympy, which takes a second.
     model.rope.table = torch.empty(model.rope.table.shape, device=device)
     waiting: dict[str, int] = {}
     sources_of = dict(FAMILIES[config.family].weights(config))
@@ -55,7 +55,7 @@ def load_target(
     return model
 
 
-def _join(name: str, sources: tuple[str, ...], read: Reader, shape: torch.Size) -> Tensor:
+def _join(name: str, sources: tuple[str, ...], read: TensorReader, shape: torch.Size) -> Tensor:
     parts = [read(source) for source in sources]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
     if tensor.shape != shape:

@@ -11,7 +11,7 @@ from torch import Tensor
 from longspec.attention import AttentionPlan
 from longspec.cache import DraftRing
 from longspec.decoding.choose import filtered, gumbel
-from longspec.decoding.lookup import DOUBT, FADE, LEAST, MOST, find, graft
+from longspec.decoding.lookup import FIRST_DOUBT, MAX_RUN, MIN_RUN, NEXT_DOUBT, find, graft
 from longspec.decoding.methods.drafted import Drafted
 from longspec.decoding.rejection import draw_children
 from longspec.decoding.round import Models
@@ -90,7 +90,7 @@ def _best_tree(method: Drafted, models: Models, rows: Slots, tree: Levels, end: 
     from longspec.kernels.tree import prune
 
     if method.num_lookup:
-        chances = (LEAST, MOST, DOUBT, FADE)
+        chances = (MIN_RUN, MAX_RUN, FIRST_DOUBT, NEXT_DOUBT)
         graft_lookup(tree, end, rows.text, rows.found, rows.lengths, chances)
     if method.num_nodes >= tokens.shape[1]:
         return TokenTree(tokens, parents, None, is_chain)

@@ -79,7 +79,7 @@ class Lookup(Chain):
     def _propose_fused(self, rows: Slots) -> TokenTree:
         import torch
 
-        from longspec.decoding.lookup import DOUBT, FADE
+        from longspec.decoding.lookup import FIRST_DOUBT, NEXT_DOUBT
         from longspec.decoding.tree import TokenTree
         from longspec.kernels.lookup import graft_lookup
 
@@ -87,6 +87,6 @@ class Lookup(Chain):
         tokens, parents = torch.zeros(2, *size, dtype=torch.int64, device=device).unbind(0)
         tokens[:, 0] = rows.roots
         scores = torch.zeros(size, device=device)
-        chances = (*self._runs, DOUBT, FADE)
+        chances = (*self._runs, FIRST_DOUBT, NEXT_DOUBT)
         graft_lookup((tokens, parents, scores), 1, rows.text, rows.found, rows.lengths, chances)
         return TokenTree(tokens, parents, is_chain=True)

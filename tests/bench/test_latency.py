@@ -13,7 +13,7 @@ import pytest
 from longspec.cli.main import main
 
 COMMAND = (
-    "longspec.cli.main bench latency --shape tiny --context 64 256 1000000000 --batch 1 2 --tree-shape 2,4 "
+    "longspec bench latency --shape tiny --context 64 256 1000000000 --batch 1 2 --tree-shape 2,4 "
     "--draft-vocab 128 --rounds 3 --repeats 3 --device cpu --tau 2.5"
 )
 

@@ -37,7 +37,7 @@ def describe_difference(
     """The tokens there, by how much the target prefers vanilla's, and what one rounding is, in logits.
 
     A margin no larger than the type's rounding means a tie, which either may win; a large one, a fault.
-    Sampling, the seed's noise counts too, at the temperature's scale. A fresh pass over the text tells.
+    When sampling, the seed's noise counts too, at the temperature's scale. Both come from a fresh pass.
     """
     found: dict[str, Any] = {
         **{"place": place, "vanilla": None, "other": None},

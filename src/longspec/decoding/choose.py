@@ -39,7 +39,7 @@ class Sampling:
         for field in fields(self):
             value = number(field.name, getattr(self, field.name))
             if isinstance(field.default, float):
-                # A kernel takes a whole number for a number of another type.
+                # Triton compiles a kernel anew for an int where it had a float.
                 object.__setattr__(self, field.name, value)
         if self.temperature < 0:
             raise UserError(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
@@ -63,7 +63,7 @@ class Sampling:
         }
         if not values.get("do_sample"):
             given["temperature"] = 0.0
-        if given.get("top_k") == -1:  # how some write that it is off
+        if given.get("top_k") == -1:  # some configs write "off" like this
             given["top_k"] = 0
         return cls(**{"temperature": 1.0} | given)
 
@@ -117,11 +117,10 @@ class SamplingRows:
         self.seen.index_fill_(0, rows, False)
 
     def tensors(self) -> list[Tensor]:
-        """All of them."""
         return [getattr(self, field.name) for field in fields(self)]
 
     def without_penalty(self) -> SamplingRows:
-        """The same but for the repetition penalty."""
+        """The same settings, but no repetition penalty."""
         return replace(self, penalty=torch.ones_like(self.penalty))
 
     def at(self, rows: Tensor) -> SamplingRows:
@@ -179,7 +178,7 @@ def filtered(logits: Tensor, sampling: SamplingRows, seen: Tensor | None = None)
 
 
 def _needed(rows: Tensor) -> bool:
-    """Whether any of `rows` is set; a GPU is not asked, because asking would wait for it."""
+    """Whether any of `rows` is set. Always true on a GPU, because reading the answer would wait for it."""
     return rows.is_cuda or bool(rows.any())
 
 
@@ -215,7 +214,7 @@ def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
 
 
 def derived(seeds: Tensor, stream: Tensor | int) -> Tensor:
-    """Seeds of another stream of noise, which has nothing to do with that of `seeds`."""
+    """Seeds of a stream of noise that is independent of that of `seeds`."""
     # A tensor's product wraps around, and a Python number's must as well.
     moved = _signed(stream * _SECOND % 2**64) if isinstance(stream, int) else stream * _SECOND
     return _mix(_mix(seeds + _FIRST) + moved)

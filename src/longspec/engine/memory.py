@@ -9,7 +9,7 @@ import torch
 from longspec.attention.base import copies_whole
 from longspec.cache import DraftRing
 from longspec.config import DraftConfig, ModelConfig
-from longspec.decoding.methods.make import MOST_NODES
+from longspec.decoding.methods import MOST_NODES
 from longspec.errors import UserError, whole_number
 from longspec.models.placement import (
     OVERHEAD,

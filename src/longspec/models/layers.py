@@ -49,6 +49,8 @@ class Linear(nn.Linear):
     with the small work around the product in the same launch.
     """
 
+    bias: nn.Parameter | None  # type: ignore[assignment]  # torch declares that there always is one
+
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
         super().__init__(num_in, num_out, bias)
 
@@ -56,8 +58,8 @@ class Linear(nn.Linear):
         """Nothing: torch would fill what is about to be replaced."""
 
     def add_to(self, total: Tensor, x: Tensor) -> Tensor:
-        """Add the product of x [..., in] to `total` [..., out]; in place where possible, because the sum then
-        costs no pass over memory of its own."""
+        """The product of x [..., in] added to `total` [..., out], in its place where that can be, because the
+        sum then needs no pass over memory of its own."""
         if self.bias is not None or not total.is_contiguous():
             return total + self(x)
         total.view(-1, total.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), self.weight.T)

@@ -16,7 +16,7 @@ import torch
 from longspec import hub
 from longspec.attention import choose_backend
 from longspec.config import ModelConfig
-from longspec.decoding.choose import Sampling
+from longspec.decoding.sampling import Sampling
 from longspec.engine.costs import known_costs
 from longspec.engine.engine import Engine
 from longspec.engine.make import make_engine

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from longspec import hub
 from longspec.attention import choose_backend
 from longspec.config import DraftConfig
-from longspec.decoding.choose import Sampling
 from longspec.decoding.methods import VANILLA, MagicDec, Method, Seq, Tree
+from longspec.decoding.sampling import Sampling
 from longspec.engine.engine import Engine
 from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence

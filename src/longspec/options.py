@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict, get_args
 
 from longspec.decoding.accept import AcceptanceRule
-from longspec.decoding.choose import Sampling
 from longspec.decoding.methods import Auto, Choice
 from longspec.decoding.methods.registry import all_options, choose_method
+from longspec.decoding.sampling import Sampling
 from longspec.errors import UserError, whole_number, whole_numbers
 
 DEFAULT_MAX_NEW_TOKENS = 512

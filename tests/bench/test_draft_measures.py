@@ -41,7 +41,7 @@ def test_the_best_nodes_of_a_larger_tree_are_asked_for_by_label() -> None:
     assert read_label("tree:+12").label == "tree:4x16x16x16x11+12"
     assert read_label("magicdec:3:window=64").label == "magicdec:3:window=64"
     wrong = {
-        "seq:4@8": "'4@8' is no length",
+        "seq:4@8": "'4@8' is no size",
         "tree:8x8@many": "'8x8@many' is no size",
         "vanilla:4": "takes no size",
         "seq:window=3": "'seq' has no option 'window'; it is an option of magicdec",
@@ -62,7 +62,7 @@ def test_acceptance_can_be_set_in_a_label(smollm2: LongSpec) -> None:
 @pytest.mark.parametrize(
     "label",
     [
-        "magicdec:2:window=2:sinks=1",
+        "magicdec:2:sinks=1:window=2",
         "seq:3:min_confidence=0.99",
         "vanilla",
         "lookup:3",

@@ -96,7 +96,7 @@ BAD = {
     "escape sequence": (("--target", "./\x1b[31mnone", "Hi"), "␛[31mnone"),
     "revision": (("--revision", "v1", "Hi"), "leave out revision 'v1'"),
     "gamma": (("--method", "lookup", "--gamma", "0", "Hi"), "gamma is 0"),
-    "empty tree": (("--method", "tree", "--tree-shape", "", "Hi"), "tree_shape is []"),
+    "empty tree": (("--method", "tree", "--tree-shape", "", "Hi"), "tree_shape is ''"),
     "large tree": (("--method", "tree", "--tree-shape", "4,900", "Hi"), "905 nodes"),
     "compared as JSON": (("--compare", "--json", "Hi"), "--compare is for people"),
     "no draft": (("--method", "tree", "--draft", "none", "Hi"), "needs a draft"),
@@ -164,7 +164,7 @@ def test_whose_draft_it_is(smollm2_folder: Path, tmp_path: Path) -> None:
     warning, figures = result.stderr.strip().splitlines()
     assert warning.startswith("longspec: warning: the draft ")
     assert "my-tuned-model" in warning
-    assert "tree 2,2, tau 1." in figures
+    assert "tree:2x2, tau 1." in figures
 
 
 def test_no_network_for_the_default_leaves_nothing_behind(tmp_path: Path) -> None:

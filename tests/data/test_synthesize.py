@@ -23,8 +23,8 @@ from longspec.data.samples import Mix, Script
 from longspec.data.screen import Seen, is_repetitive, loop_start, signature
 from longspec.data.shards import Dataset, Role
 from longspec.data.synthesize import Request, synthesize
-from longspec.decoding.choose import Sampling
 from longspec.decoding.methods import VANILLA
+from longspec.decoding.sampling import Sampling
 from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from longspec.attention.reference import ReferenceAttention
 from longspec.decoding import rejection
-from longspec.decoding.choose import Sampling, SamplingRows, filtered
+from longspec.decoding.choose import SamplingRows, filtered
 from longspec.decoding.methods import Lookup, MagicDec, Method, Seq, Tree, glide
+from longspec.decoding.sampling import Sampling
 from longspec.decoding.tree import TokenTree
 from longspec.engine.engine import Engine
 from longspec.engine.fill import Segments, finish_prompts

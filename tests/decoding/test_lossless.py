@@ -17,9 +17,9 @@ from longspec import Generation, LongSpec, UserError
 from longspec.api import prepare_draft
 from longspec.cache import DraftRing
 from longspec.config import DraftConfig
-from longspec.decoding.choose import Sampling
 from longspec.decoding.methods import VANILLA, Lookup, MagicDec, Method, Tree, glide
 from longspec.decoding.round import Models
+from longspec.decoding.sampling import Sampling
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 from longspec.engine.engine import Engine

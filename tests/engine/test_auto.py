@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from longspec import LongSpec
-from longspec.decoding.choose import Sampling
 from longspec.decoding.methods import VANILLA, Auto, Lookup, Method, Seq, Tree
+from longspec.decoding.sampling import Sampling
 from longspec.engine.auto import Outlook, Policy, candidates
 from longspec.engine.costs import Costs, Times, interpolate, known_costs, measure, timed_sizes
 from longspec.engine.engine import Engine

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from longspec import LongSpec, UserError
 from longspec.decoding.accept import AcceptanceRule
-from longspec.decoding.choose import Sampling
 from longspec.decoding.methods import VANILLA, Auto, Lookup, MagicDec, Seq, Tree
+from longspec.decoding.sampling import Sampling
 from longspec.engine import engine as engine_module
 from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from longspec.attention import choose_backend
-from longspec.decoding.choose import Sampling, SamplingRows, choose, gumbel, hash_bits
+from longspec.decoding.choose import SamplingRows, choose, gumbel, hash_bits
 from longspec.decoding.methods import VANILLA, Lookup, MagicDec, Seq, Tree
+from longspec.decoding.sampling import Sampling
 from tests.decoding.scripted import (
     SCRIPTS,
     ScriptedTree,

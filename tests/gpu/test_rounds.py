@@ -10,8 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from longspec.attention import choose_backend
-from longspec.decoding.choose import Sampling
 from longspec.decoding.methods import VANILLA, Auto, Lookup, MagicDec, Method, Seq, Tree
+from longspec.decoding.sampling import Sampling
 from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence
 from tests.decoding.scripted import ask, tiny_draft, tiny_engine, tiny_target

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from longspec.config import ModelConfig
-from longspec.decoding.choose import Sampling
 from longspec.decoding.methods import VANILLA
+from longspec.decoding.sampling import Sampling
 from longspec.engine.make import make_engine
 from longspec.engine.memory import kv_bytes
 from longspec.engine.sequence import Sequence

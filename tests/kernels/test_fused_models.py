@@ -10,8 +10,8 @@ import torch
 from longspec.attention import choose_backend
 from longspec.cache import Pages
 from longspec.decoding.accept import AcceptanceRule
-from longspec.decoding.choose import Sampling
 from longspec.decoding.methods import VANILLA, Auto, Lookup, MagicDec, Seq, Tree
+from longspec.decoding.sampling import Sampling
 from longspec.engine.sequence import Sequence
 from longspec.kernels import linear
 from tests.decoding.scripted import pass_over, tiny_draft, tiny_engine, tiny_target

@@ -12,7 +12,8 @@ from torch import Tensor
 from longspec.api import LongSpec
 from longspec.attention import AttentionPlan
 from longspec.cache import Pages
-from longspec.decoding.choose import Sampling, SamplingRows, filtered, gumbel
+from longspec.decoding.choose import SamplingRows, filtered, gumbel
+from longspec.decoding.sampling import Sampling
 from longspec.engine.engine import PLAIN_ALONE, on_device
 from longspec.models.passes import paged_pass
 

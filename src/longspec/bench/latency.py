@@ -24,9 +24,9 @@ from longspec.bench.report import latency_markdown
 from longspec.bench.shapes import fill_pages, random_target, shape_named
 from longspec.bench.summary import Spread
 from longspec.config import DEFAULT_TREE, DraftConfig, ModelConfig
-from longspec.decoding.choose import Sampling
 from longspec.decoding.methods import MOST_NODES, VANILLA, Method, Tree
 from longspec.decoding.methods.tree import NUM_LOOKUP
+from longspec.decoding.sampling import Sampling
 from longspec.engine.costs import known_costs, place_rows
 from longspec.engine.device import Report
 from longspec.engine.engine import IN_FLIGHT, Engine

@@ -7,13 +7,13 @@ import re
 from typing import TYPE_CHECKING, Any, cast
 
 from longspec.config import DEFAULT_TREE
-from longspec.decoding.methods import Auto, Option
+from longspec.decoding.methods import Auto
 from longspec.decoding.methods.registry import all_options, choices
+from longspec.decoding.option import Option, options_of
+from longspec.decoding.sampling import Sampling
 from longspec.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from longspec.api import LongSpec
     from longspec.options import Options
 
@@ -98,14 +98,19 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """How tokens are chosen and when to stop."""
     group = parser.add_argument_group("sampling (what is not given follows the model's generation_config)")
     group.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="longest answer (default: what fits, at most 512)"
+        "--max-new-tokens",
+        type=whole_number,
+        metavar="N",
+        help="longest answer (default: what fits, at most 512)",
     )
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    group.add_argument("--top-k", type=int, metavar="K", help="sample among the K best tokens; 0 is off")
-    group.add_argument("--top-p", type=float, metavar="P", help="sample among the best tokens of mass P")
-    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the best one's")
-    group.add_argument("--repetition-penalty", type=float, metavar="R", help="1 is off")
-    group.add_argument("--seed", type=int, help="the same seed gives the same text (default: a new one)")
+    for one in options_of(Sampling).values():
+        _add_option(group, one, one.help)
+    group.add_argument(
+        "--seed",
+        type=whole_number,
+        metavar="N",
+        help="of sampling: the same seed gives the same text (default: a new one)",
+    )
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; repeatable"
     )
@@ -135,19 +140,31 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "--acceptance",
         help="coupled: the same tokens as vanilla (default); rejection: the same distribution when sampling",
     )
-    for name, (one, owners) in all_options().items():
+    for one, owners in all_options().values():
         default = "none" if one.default is None else one.format(one.default)
-        group.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=_read_option(one),
-            metavar={int: "N", float: "X"}.get(one.type, "N,N,..."),
-            help=f"{', '.join(owners)}: {one.help} (default: {default})",
-        )
+        _add_option(group, one, f"{', '.join(owners)}: {one.help} (default: {default})")
     group.add_argument(
         "--no-calibrate",
         dest="calibrate",
         action="store_false",
         help="auto: do not measure this machine, go by defaults",
+    )
+
+
+def _add_option(group: argparse._ActionsContainer, option: Option, about: str) -> None:
+    """The flag of an option; None where it is not given."""
+
+    def read(text: str) -> Any:
+        try:
+            return option.parse(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    group.add_argument(
+        f"--{option.name.replace('_', '-')}",
+        type=read,
+        metavar={int: "N", float: "X"}.get(option.type, "N,N,..."),
+        help=about,
     )
 
 
@@ -196,16 +213,6 @@ def numbers(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 0,0.7,1.0") from None
-
-
-def _read_option(option: Option) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        try:
-            return option.parse(text)
-        except UserError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return read
 
 
 def _num_bytes(text: str) -> int:

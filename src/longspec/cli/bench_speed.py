@@ -245,7 +245,7 @@ def _latency(arguments: argparse.Namespace) -> int:
 
 def _setting(arguments: argparse.Namespace) -> LatencySetting:
     from longspec.bench.latency import LatencySetting
-    from longspec.decoding.choose import Sampling
+    from longspec.decoding.sampling import Sampling
     from longspec.errors import UserError
 
     auto = arguments.max_nodes == "auto"

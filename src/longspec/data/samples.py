@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from longspec.data.screen import is_repetitive, loop_start, signature
 from longspec.data.shards import Role
-from longspec.decoding.choose import Sampling, hash_bits, uniform
+from longspec.decoding.choose import hash_bits, uniform
 from longspec.decoding.methods import VANILLA
+from longspec.decoding.sampling import Sampling
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError, naming
 from longspec.prompts import PromptEncoder

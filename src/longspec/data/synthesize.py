@@ -15,7 +15,7 @@ from longspec.config import ModelConfig
 from longspec.data.samples import MODES, JsonLines, Mix, Script, read_document, read_prompt
 from longspec.data.shards import is_finished, tokenizer_fingerprint
 from longspec.data.synthesis import Output, SynthesisSummary, begin, make_dataset, summary_of
-from longspec.decoding.choose import Sampling
+from longspec.decoding.sampling import Sampling
 from longspec.engine.make import make_engine
 from longspec.engine.memory import kv_bytes
 from longspec.errors import UserError

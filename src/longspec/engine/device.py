@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from longspec.cache import DraftRing
-from longspec.decoding.choose import Sampling
 from longspec.decoding.methods import MOST_NODES, Choice, Method
 from longspec.decoding.round import Models, run_round
+from longspec.decoding.sampling import Sampling
 from longspec.decoding.slots import MOST_EOS, Slots
 from longspec.engine.fill import SEGMENT, Segments, read_into_rings, take_chunk, take_segments
 from longspec.engine.graph import capture

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from longspec.decoding.accept import AcceptanceRule
-from longspec.decoding.choose import Sampling
 from longspec.decoding.methods import Auto, Choice, Method
+from longspec.decoding.sampling import Sampling
 
 
 @dataclass(eq=False)

@@ -120,11 +120,9 @@ class PackedLinear(nn.Module):
         return self._apply_packed(padded)[:rows].view(*x.shape[:-1], self.num_out)
 
     def covers(self, x: Tensor) -> bool:
-        """See `Linear.covers`: never."""
         return False
 
     def folds(self, num_rows: int) -> bool:
-        """See `Linear.folds`: never."""
         return False
 
     def _apply_packed(self, x: Tensor) -> Tensor:
@@ -289,31 +287,25 @@ class PlainOps:
     def embed(
         self, tokens: Tensor, table: Tensor, added: Tensor | None, following: Reader
     ) -> tuple[Stream, Stream]:
-        """See `Ops.embed`."""
         x = F.embedding(tokens, table)
         return x, x if added is None else x + added
 
     def normed_linear(self, reader: Reader, stream: Stream) -> tuple[Tensor, Stream]:
-        """See `Ops.normed_linear`."""
         norm, linear = reader
         return linear(norm(stream)), stream
 
     def last(self, stream: Stream, num_tokens: int) -> Stream:
-        """See `Ops.last`."""
         return stream[:, -num_tokens:]
 
     def add_linear(self, linear: Linear, x: Tensor, stream: Stream, following: Reader | None) -> Stream:
-        """See `Ops.add_linear`."""
         return stream + linear(x)
 
     def feed_forward(
         self, ffn: FeedForward, norm: RMSNorm, stream: Stream, following: Reader | None
     ) -> Stream:
-        """See `Ops.feed_forward`."""
         return stream + ffn(norm(stream))
 
     def finish(self, stream: Stream, norm: RMSNorm | None) -> Tensor:
-        """See `Ops.finish`."""
         return stream if norm is None else norm(stream)
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from longspec.decoding.methods.base import Chain, option
+from longspec.decoding.methods.base import Chain
 from longspec.decoding.methods.registry import register
+from longspec.decoding.option import option
 
 if TYPE_CHECKING:
     from torch import Tensor

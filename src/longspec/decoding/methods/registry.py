@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from longspec.decoding.methods.base import Auto, Choice, Method, Option
+from longspec.decoding.methods.base import Auto, Choice, Method
+from longspec.decoding.option import Option
 from longspec.errors import UserError
 
 _METHODS: dict[str, type[Method]] = {}

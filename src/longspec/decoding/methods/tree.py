@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from longspec.config import DEFAULT_TREE
 from longspec.decoding.expected import chain_gain, chain_rates, conditional
-from longspec.decoding.methods.base import MOST_NODES, option
+from longspec.decoding.methods.base import MOST_NODES
 from longspec.decoding.methods.drafted import Drafted
 from longspec.decoding.methods.registry import register
+from longspec.decoding.option import option
 from longspec.errors import UserError
 
 if TYPE_CHECKING:

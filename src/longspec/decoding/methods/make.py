@@ -43,6 +43,12 @@ class MethodOptions:
     max_ngram: int = 3
     """Longest run of tokens that lookup matches."""
 
+    @property
+    def drafted_depth(self) -> int:
+        """How deep drafting goes; what is proposed deeper was looked up."""
+        depths = {"vanilla": 0, "lookup": 0, "tree": len(self.tree_shape)}
+        return depths.get(self.method, self.gamma)
+
     @cached_property
     def _hash(self) -> int:
         return hash(tuple(vars(self).values()))

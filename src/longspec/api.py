@@ -172,7 +172,7 @@ class LongSpec:
         the chat template unless `raw=True`.
         """
         prompts, batch = split_batch(prompt)
-        sequences, texts = self._sequences(prompts, read_options(options))
+        sequences, texts = self.sequences(prompts, read_options(options))
         with self._memory_explained(sequences):
             self.engine.run(sequences)
         results = [self._result(one, text) for one, text in zip(sequences, texts, strict=True)]
@@ -183,17 +183,15 @@ class LongSpec:
         prompts, batch = split_batch(prompt)
         if batch:
             raise UserError(f"stream takes one prompt and was given {len(prompts)}; use generate for several")
-        (sequence,), (text,) = self._sequences(prompts, read_options(options))
+        (sequence,), (text,) = self.sequences(prompts, read_options(options))
         return Stream(self, sequence, text)
 
     def reset(self) -> None:
         """Forget the KV of all finished texts."""
         self.engine.forget()
 
-    def _sequences(
-        self, prompts: Many[Prompt], settings: Settings
-    ) -> tuple[list[Sequence], list[TextStream]]:
-        """A sequence for each prompt, and the text stream that decodes its tokens."""
+    def sequences(self, prompts: Many[Prompt], settings: Settings) -> tuple[list[Sequence], list[TextStream]]:
+        """A sequence for each prompt, which is not submitted yet, and the text that its tokens become."""
         if not prompts:
             raise UserError("there are no prompts; give at least one")
         sampling = Sampling(**(vars(self.defaults) | settings.sampling))

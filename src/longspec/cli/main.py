@@ -18,6 +18,7 @@ Lossless speculative decoding for long contexts: Llama and Qwen models answer fa
 
   longspec generate "Why is the sky blue?"      answer once, with the model that comes along
   longspec chat                                 talk to it
+  longspec serve                                answer over HTTP, with a page to try it
   longspec models                               models that have a short name
   longspec info qwq                             how large a model is, and what memory decoding takes
   longspec data prepare text.jsonl -o data      tokenise text to train a draft on
@@ -26,6 +27,7 @@ Lossless speculative decoding for long contexts: Llama and Qwen models answer fa
 _COMMANDS = {
     "generate": "answer one prompt",
     "chat": "talk in the terminal",
+    "serve": "serve over HTTP with OpenAI's interface, and a page",
     "models": "list the models that have a short name",
     "info": "show a target's size, and plan the memory of decoding with it",
     "data": "make training data: tokenise text, look at what was made",

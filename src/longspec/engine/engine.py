@@ -278,6 +278,10 @@ class Engine:
             options = VANILLA
         return options, self._method((options, sequence.draws))
 
+    def num_proposed(self, options: MethodOptions) -> int:
+        """Tokens that a round of a method, which is not "auto", proposes for a row at most."""
+        return self._method((options, False)).num_nodes - 1
+
     def forget(self) -> None:
         """Let go of all texts that no sequence holds."""
         self._orders.put(("forget", None))

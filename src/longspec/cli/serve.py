@@ -1,0 +1,93 @@
+"""Serve a target over HTTP with OpenAI's interface, and a page to try it at the same address.
+
+longspec serve
+longspec serve --target qwq --port 8080 --api-key-file keys.txt
+longspec serve --target ./my-llama --draft ./my-draft --max-rows 32 --kv-memory 40GB
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from longspec.cli.arguments import add_method_arguments, add_model_arguments, load
+
+if TYPE_CHECKING:
+    from longspec.api import LongSpec
+
+_CURL = """\
+  curl {address}/v1/chat/completions -H "Content-Type: application/json"{key} \\
+    -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `longspec serve`."""
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all of them (%(default)s)"
+    )
+    group.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (%(default)s)")
+    group.add_argument(
+        "--api-key-file", metavar="PATH", help="file with keys, one a line; who has none of them is refused"
+    )
+    group.add_argument(
+        "--max-queue",
+        type=int,
+        default=256,
+        metavar="N",
+        help="answers that may wait beside those that run; more are refused with status 429 (%(default)s)",
+    )
+    group.add_argument(
+        "--max-seconds",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="longest time for a request (%(default)s)",
+    )
+    group.add_argument(
+        "--grace-seconds",
+        type=int,
+        default=30,
+        metavar="S",
+        help="at the end, time for the answers that are under way (%(default)s)",
+    )
+    add_model_arguments(parser)
+    add_method_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    from dataclasses import fields
+
+    from longspec.decoding.methods.make import MethodOptions
+    from longspec.options import read_options
+    from longspec.server.run import address_of, bind, make_server, read_api_keys, run_server
+    from longspec.server.service import Limits, Service
+
+    names = [field.name for field in fields(MethodOptions)]
+    method = {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
+    read_options(method)
+    limits = Limits(arguments.max_queue, arguments.max_seconds)
+    keys = read_api_keys(arguments.api_key_file) if arguments.api_key_file else []
+    listener = bind(arguments.host, arguments.port)
+    with listener:
+        model = load(arguments, calibrate=arguments.calibrate)
+        model.engine.prepare(model.engine.scheduler.max_rows)
+        service = Service(model, method, limits)
+
+        def tell() -> None:
+            print(_told(model, address_of(listener), bool(keys)), flush=True)
+
+        run_server(make_server(service, keys, tell, arguments.grace_seconds), listener)
+    return 0
+
+
+def _told(model: LongSpec, address: str, has_key: bool) -> str:
+    """What a user needs to know first."""
+    draft = f" with the draft {model.draft_name}" if model.draft_name else ""
+    key = ' -H "Authorization: Bearer $KEY"' if has_key else ""
+    return (
+        f"{model.name}{draft} on {model.target.device}, context {model.engine.max_length} tokens, "
+        f"{model.engine.scheduler.max_rows} answers at once\n"
+        f"{address}     the page; OpenAI clients take {address}/v1\n{_CURL.format(address=address, key=key)}"
+    )

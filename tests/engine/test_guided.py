@@ -120,7 +120,12 @@ def test_a_token_that_was_looked_up_is_told_apart(engine: Engine) -> None:
 def test_cancel_without_waiting_ends_before_the_next_round(engine: Engine) -> None:
     one = asked(PROMPTS[1], eos_ids=frozenset())
     one.max_new_tokens = 120
-    one.on_news = lambda sequence: len(sequence.tokens) > 10 and engine.cancel(sequence, waits=False)
+
+    def leave(sequence: Sequence) -> None:
+        if len(sequence.tokens) > 10:
+            engine.cancel(sequence, waits=False)
+
+    one.on_news = leave
     engine.run([one])
     assert one.finish_reason == "closed"
     assert 10 < len(one.tokens) <= 10 + 4 + 4

@@ -44,9 +44,8 @@ class Page:
         self.browser = browser
 
     def text(self, where: str) -> str:
-        return "".join(
-            one.get_property("textContent") for one in self.browser.find_elements(By.CSS_SELECTOR, where)
-        )
+        found = self.browser.find_elements(By.CSS_SELECTOR, where)
+        return "".join(str(one.get_property("textContent")) for one in found)
 
     def wait(self, where: str, for_text: str, seconds: float = 60) -> str:
         WebDriverWait(self.browser, seconds).until(

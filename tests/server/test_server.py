@@ -126,7 +126,7 @@ def test_a_stream_says_the_same_and_ends_as_openai_says(server: Live, client: Op
     assert "".join(token["text"] for token in tokens) == whole.choices[0].message.content
     figures = told[-1]["metrics"]["speculative_decoding"]
     assert sum(token["depth"] > 0 for token in tokens) == figures["num_accepted_draft_tokens"] > 0
-    assert figures == whole.metrics["speculative_decoding"]  # type: ignore[attr-defined]
+    assert figures == whole.metrics["speculative_decoding"]
     histogram, steps = figures["acceptance_histogram"], figures["num_spec_steps"]
     assert sum(histogram) == steps
     assert sum(k * count for k, count in enumerate(histogram)) == figures["num_accepted_draft_tokens"]
@@ -260,6 +260,7 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"top_logprobs": 3}, 400, "top_logprobs"),
     ({"stream_options": {"include_usage": True}}, 400, "stream"),
     ({"method": "guess"}, 400, "method 'guess' is unknown"),
+    ({"max_seconds": 0}, 400, "max_seconds"),
     ({"model": "gpt-4"}, 404, "gpt-4"),
     ({"response_format": {"type": "json_schema"}}, 400, "json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "dog"}}}}, 400, "schema"),
@@ -317,7 +318,8 @@ def test_a_client_that_goes_away_frees_its_slot(server: Live, stream: bool) -> N
     body = {
         "messages": STORY, "max_tokens": 4000, "ignore_eos": True, "stream": stream, "method": "vanilla",
     }  # fmt: skip
-    with socket.create_connection(server.address.removeprefix("http://").split(":")) as link:
+    host, port = server.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as link:
         text = json.dumps(body)
         link.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -429,3 +431,26 @@ def test_the_command_serves_what_it_prints_and_finishes_before_it_ends(smollm2: 
             assert process.wait(20) in (0, -signal.SIGTERM)
         finally:
             process.kill()
+
+
+def test_the_load_client_counts_what_the_server_said(
+    tiny_server: Callable[..., Live], tmp_path: Path
+) -> None:
+    server, out = tiny_server(), tmp_path / "load.json"
+    script = Path(__file__).parents[2] / "benchmarks" / "serve_load.py"
+    command = [
+        sys.executable,
+        str(script),
+        "--url",
+        server.address,
+        "--concurrency",
+        "1,2",
+        "--json",
+        str(out),
+    ]
+    options = ["--requests", "3", "--max-tokens", "5", "--ignore-eos", "--processes", "2"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for line in json.loads(out.read_text())["levels"]:
+        assert (line["requests"], line["errors"], line["tokens"]) == (3, 0, 15)
+        assert 0 < line["first_token"]["p50"] <= line["whole"]["p50"] <= line["whole"]["p99"]

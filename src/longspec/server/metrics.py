@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -60,7 +61,7 @@ class Metrics:
             found.add(sequence, answer.num_proposed)
             if sequence.first_at:
                 self._first.observe(sequence.first_at - sequence.submitted_at)
-            for earlier, later in zip(choice.times, choice.times[1:], strict=False):
+            for earlier, later in pairwise(choice.times):
                 self._between.observe(later - earlier)
             if sequence.finished_at:
                 seconds = sequence.finished_at - sequence.submitted_at

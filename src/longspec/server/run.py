@@ -72,7 +72,7 @@ def make_server(
     """A server that takes nobody new on after a signal; who is being answered then has so long."""
     config = uvicorn.Config(
         make_app(service, api_keys),
-        log_level="warning",
+        log_level="error",  # a malformed request is the client's affair
         access_log=False,
         backlog=_BACKLOG,
         timeout_graceful_shutdown=grace_seconds,

@@ -219,6 +219,7 @@ const race = () => exclusively(async (signal) => {
   if (!question) return;
   const body = bodyFor(question);
   $("race").hidden = false;
+  $("race-question").textContent = question;
   $("race-name").textContent = body.method;
   for (const id of ["race-method", "race-vanilla", "race-method-figures", "race-vanilla-figures", "verdict"]) {
     $(id).replaceChildren();

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from longspec.attention import choose_backend
 from longspec.decoding.choose import Sampling
 from longspec.decoding.methods.make import MethodOptions
 from longspec.engine.engine import Engine
@@ -129,3 +130,42 @@ def test_cancel_without_waiting_ends_before_the_next_round(engine: Engine) -> No
     engine.run([one])
     assert one.finish_reason == "closed"
     assert 10 < len(one.tokens) <= 10 + 4 + 4
+
+
+def test_our_kernels_are_guided_alike() -> None:
+    sampling = SAMPLINGS[2]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = []
+    for backend in ("torch", "triton"):
+        target = tiny_target(3, vocab_size=V).to(device)
+        target.attention = choose_backend(backend)
+        engine = tiny_engine(target, tiny_draft(target), max_length=48, max_rows=2, num_pages=12)
+        assert engine.models.fused == (backend == "triton")
+        told = asked(PROMPTS[1], sampling=sampling, num_logprobs=3, max_new_tokens=3)
+        held = asked(PROMPTS[2], sampling=sampling, constraint=Evens(), max_new_tokens=3)
+        engine.run([told, held])
+        found.append((told, held))
+    (plain, plain_held), (fused, fused_held) = found
+    assert fused.tokens == plain.tokens
+    assert fused_held.tokens == plain_held.tokens
+    assert all(token % 2 == 0 for token in fused_held.tokens)
+    for ours, theirs in zip(fused.logprobs, plain.logprobs, strict=True):
+        assert ours[0] == pytest.approx(theirs[0], abs=1e-3)
+        assert [token for token, _ in ours[1]] == [token for token, _ in theirs[1]]
+
+
+def test_where_pages_are_few_guided_sequences_wait_and_say_the_same() -> None:
+    target = tiny_target(3, vocab_size=V)
+    wide = tiny_engine(target, max_rows=4, page_size=8)
+    narrow = tiny_engine(target, max_rows=4, page_size=8, num_pages=12, max_length=60)
+    said = []
+    for engine in (wide, narrow):
+        asked_for = [
+            asked(list(range(k, k + 20)), VANILLA, num_logprobs=1, eos_ids=frozenset()) for k in range(4)
+        ]
+        asked_for += [asked(list(range(9, 30)), VANILLA, constraint=Evens())]
+        engine.run(asked_for)
+        said.append([one.tokens for one in asked_for])
+        assert all(len(one.logprobs) == len(one.tokens) for one in asked_for[:4])
+    assert narrow.statistics.num_paused > 0
+    assert said[0] == said[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections import Counter, deque
@@ -30,7 +31,8 @@ class Bridge:
         self._ready.append(event)
         if not self._is_waking:
             self._is_waking = True
-            self._loop.call_soon_threadsafe(self._wake)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         self._is_waking = False  # before the events are taken: one that comes now wakes the loop again

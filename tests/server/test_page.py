@@ -101,7 +101,8 @@ def test_the_page(server: Live, browser: webdriver.Chrome, tmp_path: Path) -> No
 
     # Stop it: by the key, and the slot is free again.
     page.put("max-tokens", "2000")
-    page.ask("Count from one to a thousand.")
+    page.put("temperature", "2")  # so that it does not end by itself
+    page.ask("Tell me everything.")
     WebDriverWait(browser, 30).until(
         lambda _: browser.find_elements(By.CSS_SELECTOR, ".message:nth-child(6) .text span")
     )
@@ -110,6 +111,7 @@ def test_the_page(server: Live, browser: webdriver.Chrome, tmp_path: Path) -> No
     WebDriverWait(browser, 10).until(lambda _: server.is_idle)
 
     # Race: the same words, one after the other.
+    page.put("temperature", "0.5")
     browser.find_element(By.ID, "clear").click()
     page.put("max-tokens", "10")
     page.ask("Name three colours.", Keys.CONTROL, Keys.ENTER)

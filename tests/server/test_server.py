@@ -79,7 +79,7 @@ def test_the_words_are_those_of_generate_whoever_else_is_served(server: Live, cl
 
     def ask(index: int) -> str:
         answer = client.chat.completions.create(
-            model=MODEL, messages=QUESTION if index % 2 else STORY, max_tokens=10, **asked[index]
+            model=MODEL, messages=QUESTION if index % 2 else STORY, max_tokens=8, **asked[index]
         )
         assert answer.choices[0].message.content
         return answer.choices[0].message.content
@@ -90,7 +90,7 @@ def test_the_words_are_those_of_generate_whoever_else_is_served(server: Live, cl
         given = {k: v for k, v in (options | options.get("extra_body", {})).items() if k != "extra_body"}
         given.pop("logprobs", None)
         prompt = (QUESTION if index % 2 else STORY)[0]["content"]
-        alone = server.model.generate(prompt, max_new_tokens=10, **given | {"method": "vanilla"})
+        alone = server.model.generate(prompt, max_new_tokens=8, **given | {"method": "vanilla"})
         assert text == alone.text
     assert server.is_idle
 
@@ -340,7 +340,7 @@ def test_a_client_that_goes_away_frees_its_slot(server: Live, stream: bool) -> N
 def test_the_queue_is_bounded(tiny_server: Callable[..., Live]) -> None:
     server = tiny_server(Limits(max_queue=1, max_body=10_000))
     url = f"{server.address}/v1/completions"
-    long = {"prompt": "word", "max_tokens": 600, "ignore_eos": True, "method": "vanilla"}
+    long = {"prompt": "word", "max_tokens": 300, "ignore_eos": True, "method": "vanilla"}
     with ThreadPoolExecutor(2) as pool:
         first = [pool.submit(httpx.post, url, json=long, timeout=60) for _ in range(2)]
         assert soon(lambda: server.service.num_open == 2)

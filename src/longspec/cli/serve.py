@@ -15,10 +15,6 @@ from longspec.cli.arguments import add_method_arguments, add_model_arguments, lo
 if TYPE_CHECKING:
     from longspec.api import LongSpec
 
-_CURL = """\
-  curl {address}/v1/chat/completions -H "Content-Type: application/json"{key} \\
-    -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `longspec serve`."""
@@ -61,33 +57,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     from longspec.decoding.methods.make import MethodOptions
     from longspec.options import read_options
-    from longspec.server.run import address_of, bind, make_server, read_api_keys, run_server
-    from longspec.server.service import Limits, Service
+    from longspec.server.run import FrontOptions, bind, read_api_keys, serve
+    from longspec.server.service import Limits
 
     names = [field.name for field in fields(MethodOptions)]
     method = {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
     read_options(method)
     limits = Limits(arguments.max_queue, arguments.max_seconds)
     keys = read_api_keys(arguments.api_key_file) if arguments.api_key_file else []
-    listener = bind(arguments.host, arguments.port)
-    with listener:
+
+    def load_and_prepare() -> LongSpec:
         model = load(arguments, calibrate=arguments.calibrate)
         model.engine.prepare(model.engine.scheduler.max_rows)
-        service = Service(model, method, limits)
+        return model
 
-        def tell() -> None:
-            print(_told(model, address_of(listener), bool(keys)), flush=True)
-
-        run_server(make_server(service, keys, tell, arguments.grace_seconds), listener)
+    options = FrontOptions(limits, tuple(keys), method, arguments.grace_seconds)
+    serve(load_and_prepare, bind(arguments.host, arguments.port), options)
     return 0
-
-
-def _told(model: LongSpec, address: str, has_key: bool) -> str:
-    """What a user needs to know first."""
-    draft = f" with the draft {model.draft_name}" if model.draft_name else ""
-    key = ' -H "Authorization: Bearer $KEY"' if has_key else ""
-    return (
-        f"{model.name}{draft} on {model.target.device}, context {model.engine.max_length} tokens, "
-        f"{model.engine.scheduler.max_rows} answers at once\n"
-        f"{address}     the page; OpenAI clients take {address}/v1\n{_CURL.format(address=address, key=key)}"
-    )

@@ -231,10 +231,15 @@ class Engine:
                     self._news.wait_for(lambda: is_done() or self._leader is None, timeout=_LONGEST_WAIT)
 
     @contextlib.contextmanager
-    def serving(self) -> Iterator[None]:
-        """Have a thread lead, whoever else does, for as long as the context lasts."""
+    def serving(self, after_turn: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Have a thread lead, whoever else does, for as long as the context lasts; it calls `after_turn`."""
         over = threading.Event()
-        thread = threading.Thread(target=self.lead, args=(over.is_set,), name="longspec", daemon=True)
+
+        def is_over() -> bool:
+            after_turn()
+            return over.is_set()
+
+        thread = threading.Thread(target=self.lead, args=(is_over,), name="longspec", daemon=True)
         thread.start()
         try:
             yield

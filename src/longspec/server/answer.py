@@ -3,97 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from longspec import __version__
-from longspec.decoding.methods.make import MethodOptions
-from longspec.engine.sequence import Logprobs, Sequence
+from longspec.engine.sequence import Logprobs
 from longspec.server.schema import Asked, ChatRequest
+from longspec.server.wire import End, Row
 from longspec.text import TextStream
-
-
-class Bridge:
-    """Carries news from the thread that leads the engine to the event loop: one wake-up for all of a turn."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._ready: deque[asyncio.Event] = deque()
-        self._is_waking = False
-
-    def put(self, event: asyncio.Event) -> None:
-        """Set an event of the loop; from any thread."""
-        self._ready.append(event)
-        if not self._is_waking:
-            self._is_waking = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                self._loop.call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
-        self._is_waking = False  # before the events are taken: one that comes now wakes the loop again
-        while self._ready:
-            self._ready.popleft().set()
 
 
 class Choice:
     """One of the answers to a request."""
 
-    def __init__(self, index: int, sequence: Sequence, text: TextStream, asked: Asked) -> None:
-        self.index, self.sequence, self.text = index, sequence, text
+    def __init__(self, index: int, number: int, row: Row, text: TextStream, asked: Asked) -> None:
+        self.index, self.number, self.row, self._text = index, number, row, text
         self.times: list[float] = []
         """When something new came."""
-        self._explains = asked.explain
+        self._by_token = asked.explain or bool(asked.stop)
         self._pieces: list[str] = []
-        """The text of each token, where chunks tell how they came."""
+        """The text of each token, where tokens are looked at one by one."""
         self._num_told = self._num_given = 0
         self.is_told = False
         """Whether the end was among the news."""
-        if asked.explain and asked.stop:
-            sequence.stop_after = self._take
-
-    def _take(self, token: int) -> bool:
-        """Take a token in the engine's thread, which must know whether a stop string is complete."""
-        self._pieces.append(self.text.push(token))
-        return self.text.stopped
 
     @property
     def finish_reason(self) -> str | None:
         """In OpenAI's words."""
-        return {"eos": "stop"}.get(reason, reason) if (reason := self.sequence.finish_reason) else None
+        return {"eos": "stop"}.get(reason, reason) if (reason := self.row.finish_reason) else None
 
-    def news(self) -> News | None:
+    def news(self) -> Piece | None:
         """What has come since the last call; None where that is nothing."""
-        sequence = self.sequence
-        # Asked in this order: the engine's thread may append to all of them meanwhile.
-        is_final, known = sequence.finished, len(sequence.copied)
+        row = self.row
+        is_final, known = row.end is not None, len(row.tokens)
         if self.is_told:
             return None
-        if self._explains:
-            if sequence.stop_after is None:
-                self._pieces += map(self.text.push, sequence.tokens[len(self._pieces) : known])
-            known = len(self._pieces)
-        self.text.catch_up(sequence.tokens[:known], is_final)
+        if self._by_token:
+            self._pieces += map(self._text.push, row.tokens[len(self._pieces) :])
+        self._text.catch_up(row.tokens, is_final)
         first, self._num_told, self.is_told = self._num_told, known, is_final
-        whole = self.text.text
-        if self._explains and not is_final:
-            piece = "".join(self._pieces[first:known])
-        else:
-            piece = whole[self._num_given :]
-        self._num_given += len(piece)
-        if not piece and not is_final and first == known:
+        text = self._text.text[self._num_given :]
+        self._num_given += len(text)
+        if not text and not is_final and first == known:
             return None
-        return News(piece, first, known, self.finish_reason if is_final else None)
+        return Piece(text, first, known, self.finish_reason)
 
-    def origins(self, news: News) -> list[dict[str, Any]]:
+    def origins(self, news: Piece) -> list[dict[str, Any]]:
         """How each of the new tokens came. Together their texts are the new text."""
-        sequence = self.sequence
+        row = self.row
         told = [
-            {"text": self._pieces[place], "depth": sequence.depths[place], "copied": sequence.copied[place]}
+            {"text": self._pieces[place], "depth": row.depths[place], "copied": row.copied[place]}
             for place in range(news.first, news.known)
         ]
         # What the last tokens left undecided comes at the end of the answer.
@@ -102,7 +64,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class News:
+class Piece:
     """A piece of an answer."""
 
     text: str
@@ -128,8 +90,6 @@ class Answer:
     choices: list[Choice]
     model_name: str
     vocabulary: Vocabulary
-    num_proposed: Callable[[MethodOptions], int]
-    """Tokens that a round of a method proposes at most."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -140,12 +100,13 @@ class Answer:
     @property
     def is_finished(self) -> bool:
         """Whether nothing more will come."""
-        return all(choice.sequence.finished for choice in self.choices)
+        return all(choice.row.end is not None for choice in self.choices)
 
     @property
-    def error(self) -> BaseException | None:
+    def error(self) -> End | None:
         """What kept the engine from answering."""
-        return next((one.sequence.error for one in self.choices if one.sequence.error is not None), None)
+        ends = [choice.row.end for choice in self.choices]
+        return next((end for end in ends if end is not None and end.error is not None), None)
 
     def whole(self) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
@@ -181,7 +142,7 @@ class Answer:
             found[-1]["metrics"] = self.metrics()
         return found
 
-    def _choice(self, choice: Choice, news: News, body: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, choice: Choice, news: Piece, body: dict[str, Any]) -> dict[str, Any]:
         logprobs = self._logprobs(choice, news)
         return {"index": choice.index, **body, "logprobs": logprobs, "finish_reason": news.finish_reason}
 
@@ -202,45 +163,44 @@ class Answer:
             "created": self.created,
             "model": self.model_name,
             "system_fingerprint": f"longspec-{__version__}",
-            "seed": self.choices[0].sequence.seed,
+            "seed": self.choices[0].row.seed,
         }
 
     def usage(self) -> dict[str, Any]:
         """Tokens; a prompt that is answered n times counts once."""
-        sequences = [choice.sequence for choice in self.choices]
-        prompts = sequences[:: self.asked.n]
-        num_prompt, num_new = (
-            sum(len(one.prompt) for one in prompts),
-            sum(len(one.tokens) for one in sequences),
-        )
+        rows = [choice.row for choice in self.choices]
+        prompts = rows[:: self.asked.n]
+        num_prompt = sum(row.prompt_tokens for row in prompts)
+        num_new = sum(len(row.tokens) for row in rows)
+        num_shared = sum(row.end.num_shared for row in prompts if row.end is not None)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
-            "prompt_tokens_details": {"cached_tokens": sum(one.num_shared for one in prompts)},
+            "prompt_tokens_details": {"cached_tokens": num_shared},
         }
 
     def metrics(self) -> dict[str, Any]:
         """How speculation went, over all choices, under vLLM's names."""
         found = Speculation()
         for choice in self.choices:
-            found.add(choice.sequence, self.num_proposed)
+            found.add(choice.row)
         return {"speculative_decoding": found.told()}
 
-    def _logprobs(self, choice: Choice, news: News) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, news: Piece) -> dict[str, Any] | None:
         """In the form of a chat or of a plain completion; the token that ends an answer is not part of it."""
-        sequence = choice.sequence
-        if sequence.num_logprobs is None:
+        row = choice.row
+        if row.num_logprobs is None:
             return None
-        end = news.known - (sequence.finish_reason == "eos" and news.known == len(sequence.tokens))
+        end = news.known - (row.finish_reason == "eos")
         places = range(news.first, max(end, news.first))
-        scores = [sequence.logprobs[place] for place in places]
+        scores = [row.logprobs[place] for place in places]
         if self._is_chat:
-            told = [self._chat_logprob(sequence.tokens[place], sequence.logprobs[place]) for place in places]
+            told = [self._chat_logprob(row.tokens[place], row.logprobs[place]) for place in places]
             return {"content": told, "refusal": None}
         spell = self.vocabulary.spelled
-        texts = [spell(sequence.tokens[place])[0] for place in places]
-        offset = sum(len(spell(token)[0]) for token in sequence.tokens[: news.first])
+        texts = [spell(row.tokens[place])[0] for place in places]
+        offset = sum(len(spell(token)[0]) for token in row.tokens[: news.first])
         return {
             "tokens": texts,
             "token_logprobs": [chosen for chosen, _ in scores],
@@ -265,15 +225,16 @@ class Speculation:
         self.by_depth: Counter[int] = Counter()
         """Rounds that had a token accepted at each depth."""
 
-    def add(self, sequence: Sequence, num_proposed: Callable[[MethodOptions], int]) -> None:
-        """Count a sequence's rounds. A round may propose fewer tokens than its method has room for."""
-        for options, rounds in list(sequence.methods.items()):
-            proposed = num_proposed(options)
-            self.num_steps += rounds if proposed else 0
-            self.num_drafted += rounds * proposed
-        for depth, count in enumerate(sequence.accepted_by_depth, 1):
-            self.by_depth[depth] += count
-            self.num_accepted += count
+    def add(self, row: Row) -> None:
+        """Count a row's rounds, once it has ended."""
+        if row.end is None:
+            return
+        self.num_steps += row.end.num_steps
+        self.num_drafted += row.end.num_drafted
+        for depth in row.depths:
+            if depth:
+                self.by_depth[depth] += 1
+                self.num_accepted += 1
 
     def told(self) -> dict[str, Any]:
         """vLLM's names. `acceptance_histogram[k]` rounds had exactly k tokens accepted."""

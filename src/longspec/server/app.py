@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from importlib import resources
 from typing import Any
 
@@ -20,7 +20,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from longspec import __version__
-from longspec.errors import UserError
 from longspec.server.answer import Answer
 from longspec.server.errors import ApiError, refused
 from longspec.server.schema import Asked, ChatRequest, CompletionRequest
@@ -44,12 +43,13 @@ _PAGE = {
 _LAST_WORDS = 2.0
 
 
-def make_app(service: Service, api_keys: Sequence[str] = ()) -> Starlette:
-    """All of the server; without keys everyone who reaches it is answered."""
+def make_app(service: Service, api_keys: Sequence[str], on_lost: Callable[[], None]) -> Starlette:
+    """All of the server; without keys everyone who reaches it is answered. `on_lost` is called when the
+    engine's process is gone."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with service.running():
+        async with service.running(on_lost):
             yield
 
     front = _Front(service, [key.encode() for key in api_keys])
@@ -100,7 +100,7 @@ class _Front:
         """What is known of it."""
         self._authorise(request)
         name = request.path_params["name"]
-        if name != self._service.model.name:
+        if name != self._service.facts.name:
             raise ApiError(404, f"the model {name[:100]!r} does not exist", "model_not_found", "model")
         return _json(self._service.about_model())
 
@@ -114,13 +114,15 @@ class _Front:
 
     async def health(self, _: Request) -> Response:
         """Whether requests are answered; the last failure of the engine counts until it answers again."""
-        failure = self._service.failure
-        status = {"status": "ok" if failure is None else "failing", "version": __version__}
-        return _json(status, 200 if failure is None else 503)
+        is_well = not (self._service.is_failing or self._service.link.is_lost)
+        return _json(
+            {"status": "ok" if is_well else "failing", "version": __version__}, 200 if is_well else 503
+        )
 
     async def metrics(self, _: Request) -> Response:
         """For Prometheus."""
-        return Response(self._service.metrics.told(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        told = self._service.metrics.told(await self._service.link.status())
+        return Response(told, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def tell_error(self, _: Request, error: Exception) -> Response:
         """In OpenAI's form."""
@@ -258,13 +260,12 @@ class _Answering(Response):
 
 def _check(answer: Answer) -> None:
     """Raise what kept the engine from answering."""
-    error = answer.error
-    if isinstance(error, UserError):
-        raise ApiError(400, str(error), "invalid_value") from error
-    if error is not None:
-        _LOG.error("the engine failed", exc_info=error)
-        raise ApiError(500, f"the engine failed: {type(error).__name__}", "engine_error") from error
-    if any(choice.sequence.finish_reason == "closed" for choice in answer.choices):
+    end = answer.error
+    if end is not None and end.is_users_fault:
+        raise ApiError(400, end.error or "", "invalid_value")
+    if end is not None:
+        raise ApiError(500, f"the engine failed: {end.error}", "engine_error")
+    if any(choice.row.finish_reason == "closed" for choice in answer.choices):
         raise ApiError(503, "the server is shutting down", "shutting_down")
 
 

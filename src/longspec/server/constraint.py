@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from functools import cached_property
 from typing import Any
@@ -10,33 +11,42 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from torch import Tensor
 
-from longspec.api import LongSpec
+from longspec.api import SequenceMaker
 from longspec.errors import UserError
 from longspec.server.schema import ResponseFormat
 
 
 class Grammars:
-    """Makes constraints for a model's tokenizer; what it needs for that is made once, on first use."""
+    """Makes constraints for a tokenizer; what it needs for that is made once, on first use."""
 
-    def __init__(self, model: LongSpec) -> None:
-        self._model = model
+    def __init__(self, maker: SequenceMaker) -> None:
+        self._maker = maker
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        """The model's tokenizer as llguidance needs it."""
-        model = self._model
+        """The tokenizer as llguidance needs it."""
+        maker = self._maker
         try:
-            return from_tokenizer(model.tokenizer, model.target.config.vocab_size, sorted(model.eos_ids))
+            return from_tokenizer(maker.encoder.tokenizer, maker.vocab_size, sorted(maker.eos_ids))
         except ValueError as error:
-            raise UserError(f"response_format does not work with this tokenizer: {error}") from error
+            raise UserError(f"llguidance cannot use this tokenizer: {error}") from error
 
-    def constraint(self, wanted: ResponseFormat) -> JsonConstraint:
-        """What holds one answer to a format."""
+    def prepare(self) -> None:
+        """Do now what takes a second; where it cannot be done, a request that needs it is told."""
+        with contextlib.suppress(UserError):
+            _ = self.tokenizer
+
+    def grammar(self, wanted: ResponseFormat) -> str:
+        """A format as a grammar that was found to be usable."""
         schema: Any = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(schema))
         fault = LLMatcher.validate_grammar(grammar, self.tokenizer)
         if fault:
             raise UserError(f"response_format: the schema cannot be used: {_one_line(fault)}")
+        return grammar
+
+    def constraint(self, grammar: str) -> JsonConstraint:
+        """What holds one answer to a grammar."""
         return JsonConstraint(LLMatcher(self.tokenizer, grammar))
 
 

@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from longspec.engine.engine import Engine
 from longspec.server.answer import Answer, Speculation
+from longspec.server.wire import Status
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _SHORT = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.125, 0.25, 0.5, 1, 2.5)
@@ -20,9 +20,10 @@ _SHORT = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.125, 0.25, 
 class Metrics:
     """Counts over all requests, and what the engine tells of itself when it is asked."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(engine, model_name))
+        self._engine = _EngineCollector(model_name)
+        self.registry.register(self._engine)
         self._name = model_name
 
         def counter(name: str, about: str, *labels: str) -> Counter:
@@ -55,16 +56,16 @@ class Metrics:
         """Count an answer that has ended, by itself or because its client left."""
         found = Speculation()
         for choice in answer.choices:
-            sequence = choice.sequence
+            end = choice.row.end
             self._success.labels(self._name, choice.finish_reason or "abort").inc()
-            self._generated.inc(len(sequence.tokens))
-            found.add(sequence, answer.num_proposed)
-            if sequence.first_at:
-                self._first.observe(sequence.first_at - sequence.submitted_at)
+            self._generated.inc(len(choice.row.tokens))
+            found.add(choice.row)
+            if end is not None and end.first_at:
+                self._first.observe(end.first_at - end.submitted_at)
             for earlier, later in pairwise(choice.times):
                 self._between.observe(later - earlier)
-            if sequence.finished_at:
-                seconds = sequence.finished_at - sequence.submitted_at
+            if end is not None and end.finished_at:
+                seconds = end.finished_at - end.submitted_at
                 self._whole.observe(seconds)
                 self.mean_seconds += 0.1 * (seconds - self.mean_seconds)
         self._steps.inc(found.num_steps)
@@ -77,20 +78,25 @@ class Metrics:
         """Count a request that was not answered."""
         self._refused.labels(self._name, str(status)).inc()
 
-    def told(self) -> bytes:
-        """Prometheus's text form."""
+    def told(self, status: Status) -> bytes:
+        """Prometheus's text form; `status` is how the engine is now."""
+        self._engine.status = status
         return generate_latest(self.registry)
 
 
 class _EngineCollector(Collector):
-    def __init__(self, engine: Engine, model_name: str) -> None:
-        self._engine, self._name = engine, model_name
+    status: Status | None = None
+
+    def __init__(self, model_name: str) -> None:
+        self._name = model_name
 
     def collect(self) -> Iterable[Metric]:
-        scheduler, did = self._engine.scheduler, self._engine.statistics
+        if self.status is None:
+            return
+        did = self.status.statistics
         gauges = {
-            "num_requests_running": ("Sequences that have a slot.", len(scheduler.seats)),
-            "num_requests_waiting": ("Sequences that wait for one.", len(scheduler.waiting)),
+            "num_requests_running": ("Sequences that have a slot.", self.status.num_running),
+            "num_requests_waiting": ("Sequences that wait for one.", self.status.num_waiting),
             "kv_cache_usage_perc": ("Share of the pages that are held.", did.held_pages / did.num_pages),
         }
         counters = {

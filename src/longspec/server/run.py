@@ -1,20 +1,28 @@
-"""From a loaded model to a server that listens."""
+"""The two processes of a server: this one leads the engine, and another one, the front, talks HTTP."""
 
 from __future__ import annotations
 
+import signal
 import socket
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
+from longspec.api import LongSpec
 from longspec.errors import UserError
 from longspec.server.app import make_app
-from longspec.server.service import Service
+from longspec.server.host import Host
+from longspec.server.link import Link
+from longspec.server.service import Limits, Service
+from longspec.server.wire import Facts, receive
 
-# Threads take turns this often: the one that leads the engine must not wait for the event loop's work.
-_SWITCH_SECONDS = 0.0005
+_CURL = """\
+  curl {address}/v1/chat/completions -H "Content-Type: application/json"{key} \\
+    -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'"""
 # Connections that may wait to be taken on.
 _BACKLOG = 2048
 
@@ -50,43 +58,89 @@ def read_api_keys(path: str) -> list[str]:
     return keys
 
 
-class _Server(uvicorn.Server):
-    """Says when it listens."""
+@dataclass(frozen=True)
+class FrontOptions:
+    """How the front serves."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
-        super().__init__(config)
+    limits: Limits = field(default_factory=Limits)
+    api_keys: tuple[str, ...] = ()
+    method: dict[str, Any] = field(default_factory=dict)
+    """Options of the method, for requests that name none."""
+    grace_seconds: int = 30
+    """At the end, time for the answers that are under way."""
+
+
+class FrontServer(uvicorn.Server):
+    """Listens, says so, and ends when it is told to or the engine's process is gone."""
+
+    def __init__(self, service: Service, options: FrontOptions, on_ready: Callable[[], None]) -> None:
         self._on_ready = on_ready
+        super().__init__(
+            uvicorn.Config(
+                make_app(service, options.api_keys, self.end),
+                log_level="error",  # a malformed request is the client's affair
+                access_log=False,
+                backlog=_BACKLOG,
+                timeout_graceful_shutdown=options.grace_seconds,
+                server_header=False,
+                lifespan="on",
+            )
+        )
+
+    def end(self) -> None:
+        """Take nobody new on, and end when those who are being answered have their answers."""
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
         await super().startup(sockets)
         if self.started:
             self._on_ready()
 
 
-def make_server(
-    service: Service,
-    api_keys: Sequence[str] = (),
-    on_ready: Callable[[], None] = lambda: None,
-    grace_seconds: int = 30,
-) -> uvicorn.Server:
-    """A server that takes nobody new on after a signal; who is being answered then has so long."""
-    config = uvicorn.Config(
-        make_app(service, api_keys),
-        log_level="error",  # a malformed request is the client's affair
-        access_log=False,
-        backlog=_BACKLOG,
-        timeout_graceful_shutdown=grace_seconds,
-        server_header=False,
-        lifespan="on",
+def run_front(link: socket.socket, listener: socket.socket, options: FrontOptions) -> None:
+    """The process that talks HTTP. It is told of the model when that is loaded."""
+    # Ctrl-C reaches both processes; until it listens, the other one sees to it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    facts = receive(link)
+    if facts is None:
+        return  # there is no model after all
+    service = Service(facts, Link(link), options.method, options.limits)
+    address, has_key = address_of(listener), bool(options.api_keys)
+    FrontServer(service, options, lambda: print(_told(facts, address, has_key), flush=True)).run([listener])
+
+
+def serve(load: Callable[[], LongSpec], listener: socket.socket, options: FrontOptions) -> None:
+    """Load a model and serve it until a signal comes."""
+    ours, theirs = socket.socketpair()
+    front = get_context("spawn").Process(
+        target=run_front, args=(theirs, listener, options), name="longspec-front", daemon=True
     )
-    return _Server(config, on_ready)
+    front.start()
+    theirs.close()
+    listener.close()
+    with ours:
+        model = load()
+
+        def end(*_: object) -> None:
+            if front.is_alive():
+                front.terminate()
+
+        before = {one: signal.signal(one, end) for one in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            Host(model, ours).serve()
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+    front.join()
 
 
-def run_server(server: uvicorn.Server, listener: socket.socket) -> None:
-    """Serve until a signal comes."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    try:
-        server.run(sockets=[listener])
-    finally:
-        sys.setswitchinterval(before)
+def _told(facts: Facts, address: str, has_key: bool) -> str:
+    """What a user needs to know first."""
+    draft = f" with the draft {facts.draft_name}" if facts.draft_name else ""
+    key = ' -H "Authorization: Bearer $KEY"' if has_key else ""
+    return (
+        f"{facts.name}{draft} on {facts.device}, context {facts.maker.max_length} tokens, "
+        f"{facts.max_rows} answers at once\n"
+        f"{address}     the page; OpenAI clients take {address}/v1\n{_CURL.format(address=address, key=key)}"
+    )

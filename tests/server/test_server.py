@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 import signal
@@ -454,3 +455,14 @@ def test_the_load_client_counts_what_the_server_said(
     for line in json.loads(out.read_text())["levels"]:
         assert (line["requests"], line["errors"], line["tokens"]) == (3, 0, 15)
         assert 0 < line["first_token"]["p50"] <= line["whole"]["p50"] <= line["whole"]["p99"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "command", [(sys.executable, "examples/openai_client.py"), ("sh", "examples/curl.sh")]
+)
+def test_the_examples(server: Live, command: tuple[str, str]) -> None:
+    root, environment = Path(__file__).parents[2], os.environ | {"LONGSPEC_URL": server.address}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "The capital of France is Paris" in done.stdout or "longspec:num_requests_running" in done.stdout

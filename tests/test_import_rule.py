@@ -24,7 +24,7 @@ LEVELS: list[set[str]] = [
     {"api"},
     {"glide", "data"},
     {"train"},
-    {"bench"},
+    {"bench", "server"},
     {"cli"},
     {"__main__"},
 ]

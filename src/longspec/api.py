@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, overload
@@ -50,6 +51,37 @@ _WAY_OUT = (
     "dtype or on another device"
 )
 _SMALLER = "free some, or take a smaller dtype, a smaller target or another device"
+
+
+@dataclass(frozen=True)
+class SequenceMaker:
+    """Makes sequences of what users ask for; it needs no engine, and can be sent to another process."""
+
+    encoder: PromptEncoder
+    defaults: Sampling
+    eos_ids: frozenset[int]
+    vocab_size: int
+    max_length: int
+
+    def make(self, prompts: Many[Prompt], settings: Settings) -> tuple[list[Sequence], list[TextStream]]:
+        """A sequence for each prompt, and the text that its tokens become."""
+        if not prompts:
+            raise UserError("there are no prompts; give at least one")
+        sampling = Sampling(**(vars(self.defaults) | settings.sampling))
+        eos_ids = self.eos_ids if settings.eos_ids is None else settings.eos_ids
+        sequences, texts = [], []
+        for prompt, seed in zip(prompts, seeds_for(settings.seed, len(prompts)), strict=True):
+            tokens = self.encoder.encode(prompt, settings.raw, self.vocab_size)
+            room = room_for(self.max_length, len(tokens), settings.max_new_tokens)
+            text = TextStream(self.encoder.tokenizer, settings.stop)
+            # Only a stop string makes the engine look at the text itself.
+            check = text.push_and_check if settings.stop else None
+            sequence = Sequence(
+                tokens, room, sampling, seed, eos_ids, settings.method, check, acceptance=settings.acceptance
+            )
+            sequences.append(sequence)
+            texts.append(text)
+        return sequences, texts
 
 
 class LongSpec:
@@ -154,6 +186,12 @@ class LongSpec:
         self.engine.prepare()
 
     @property
+    def maker(self) -> SequenceMaker:
+        """What makes sequences for its engine."""
+        size, room = self.target.config.vocab_size, self.engine.max_length
+        return SequenceMaker(self.encoder, self.defaults, self.eos_ids, size, room)
+
+    @property
     def tokenizer(self) -> Any:
         """The target's `transformers` tokenizer."""
         return self.encoder.tokenizer
@@ -180,7 +218,7 @@ class LongSpec:
         the chat template unless `raw=True`.
         """
         prompts, batch = split_batch(prompt)
-        sequences, texts = self._sequences(prompts, read_options(options))
+        sequences, texts = self.maker.make(prompts, read_options(options))
         with self._memory_explained(sequences):
             self.engine.run(sequences)
         results = [self._result(one, text) for one, text in zip(sequences, texts, strict=True)]
@@ -191,34 +229,12 @@ class LongSpec:
         prompts, batch = split_batch(prompt)
         if batch:
             raise UserError(f"stream takes one prompt and was given {len(prompts)}; use generate for several")
-        (sequence,), (text,) = self._sequences(prompts, read_options(options))
+        (sequence,), (text,) = self.maker.make(prompts, read_options(options))
         return Stream(self, sequence, text)
 
     def reset(self) -> None:
         """Forget the KV of all finished texts."""
         self.engine.forget()
-
-    def _sequences(
-        self, prompts: Many[Prompt], settings: Settings
-    ) -> tuple[list[Sequence], list[TextStream]]:
-        """A sequence for each prompt, and the text stream that decodes its tokens."""
-        if not prompts:
-            raise UserError("there are no prompts; give at least one")
-        sampling = Sampling(**(vars(self.defaults) | settings.sampling))
-        eos_ids = self.eos_ids if settings.eos_ids is None else settings.eos_ids
-        sequences, texts = [], []
-        for prompt, seed in zip(prompts, seeds_for(settings.seed, len(prompts)), strict=True):
-            tokens = self.encoder.encode(prompt, settings.raw, self.target.config.vocab_size)
-            room = room_for(self.engine.max_length, len(tokens), settings.max_new_tokens)
-            text = TextStream(self.tokenizer, settings.stop)
-            # Only a stop string makes the engine look at the text itself.
-            check = text.push_and_check if settings.stop else None
-            sequence = Sequence(
-                tokens, room, sampling, seed, eos_ids, settings.method, check, acceptance=settings.acceptance
-            )
-            sequences.append(sequence)
-            texts.append(text)
-        return sequences, texts
 
     def _memory_explained(self, sequences: list[Sequence]) -> AbstractContextManager[None]:
         longest = max(sequence.limit for sequence in sequences)

@@ -59,8 +59,9 @@ class TextStream:
             self.text = self._decode(list(tokens))
             self.is_whole = True
             return
-        for token in () if self._stop else tokens[len(self._tokens) :]:
-            self.push(token)
+        if not self._stop and len(tokens) > len(self._tokens):
+            self._tokens += tokens[len(self._tokens) :]
+            self._give(self._new_text(final=False), final=False)
         if is_final and not self.is_whole:
             self.finish()
             self.is_whole = True

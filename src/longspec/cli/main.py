@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from longspec import __version__
-from longspec.cli import bench, chat, data, generate, models, train
+from longspec.cli import bench, chat, data, generate, models, serve, train
 from longspec.cli.command import Command, Parser, add_commands, add_debug
 from longspec.cli.terminal import open_streams, printable
 
@@ -20,6 +20,7 @@ Lossless speculative decoding for long contexts: Llama and Qwen models answer fa
 
   longspec generate "Why is the sky blue?"      answer once, with the model that comes along
   longspec chat                                 talk to it
+  longspec serve                                answer over HTTP, with a page to try it
   longspec models                               models that have a short name
   longspec info qwq                             how large a model is, and what memory decoding takes
   longspec data prepare text.jsonl -o data      tokenise text to train a draft on
@@ -79,6 +80,7 @@ def _parser() -> Parser:
     commands = {
         "generate": generate.GENERATE,
         "chat": chat.CHAT,
+        "serve": serve.SERVE,
         "models": models.MODELS,
         "info": models.INFO,
         "data": data.DATA,

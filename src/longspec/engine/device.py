@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from longspec.cache import DraftRing
+from longspec.decoding.guided import run_guided
 from longspec.decoding.methods import MOST_NODES, Choice, Method
 from longspec.decoding.round import Models, run_round
 from longspec.decoding.sampling import Sampling
@@ -162,6 +163,16 @@ class Device:
         self._active[goal] = self._active[source]
         self.release([source])
 
+    def rewind(self, slots: Sequence[int], texts: Sequence[list[int]]) -> None:
+        """Let rows run whose prompts were just computed as if their first tokens had not been chosen: each
+        stands at its text's last token."""
+        rows, ours = self._send(list(slots)), self.slots
+        ours.lengths[rows] = self._send([len(text) - 1 for text in texts])
+        ours.running.index_fill_(0, rows, True)
+        ours.seen.index_fill_(0, rows, False)
+        for slot, text in zip(slots, texts, strict=True):
+            ours.seen[slot].index_fill_(0, self._send(text), True)
+
     def take(self, pieces: Sequence[Piece], sampled: bool) -> Report:
         """Compute pieces of prompts; those at a prompt's end report the first token of its answer."""
         if not self.models.fused or pieces[0].count > SEGMENT:
@@ -197,13 +208,32 @@ class Device:
     def round(self, method: Method, num_rows: int, active: Sequence[bool], sampled: bool) -> Report:
         """Run one round of a fitted method over the first rows; only rows that are `active` move."""
         size = self.bucket(num_rows)
-        wanted = [*active, *[False] * (size - len(active))]
-        if self._active[:size] != wanted:
-            self.slots.active[:size] = self._send(wanted)
-            self._active[:size] = wanted
+        self._activate([*active, *[False] * (size - len(active))])
         rows = self.slots.first(size)
         self._run((method, size, sampled), partial(run_round, self.models, rows, method, sampled))
         return Report(rows.report[:num_rows, : method.depth + 2])
+
+    def guided_round(
+        self, active: Sequence[bool], sampled: bool, masks: Tensor | None, num_top: int
+    ) -> tuple[Report, Report]:
+        """Run a vanilla round over the first rows, for those that are `active`; see `run_guided`.
+
+        It is not captured: few sequences ask for it, and it has as many forms as they ask for probabilities.
+        """
+        size = self.bucket(len(active))
+        self._activate([*active, *[False] * (size - len(active))])
+        rows = self.slots.first(size)
+        if masks is not None:
+            masks = masks[:size].to(rows.lengths.device)
+        scores = run_guided(self.models, rows, sampled, masks, num_top)
+        return Report(rows.report[: len(active), :2]), Report(scores[: len(active)])
+
+    def _activate(self, wanted: list[bool]) -> None:
+        """Say which of the first rows the next round is for."""
+        size = len(wanted)
+        if self._active[:size] != wanted:
+            self.slots.active[:size] = self._send(wanted)
+            self._active[:size] = wanted
 
     def _run(self, key: tuple[Any, ...], work: Callable[[], None]) -> None:
         """Do the work: by a replay, recorded the first time, where that can be."""

@@ -72,6 +72,8 @@ class _Launch:
     width: int = 0
     """The most tokens that each row may emit."""
     is_auto: bool = False
+    scores: Report | None = None
+    """What a round of guided sequences tells beside the tokens."""
 
 
 class Engine:
@@ -218,10 +220,15 @@ class Engine:
                     self._news.wait_for(lambda: is_done() or self._leader is None, timeout=_LONGEST_WAIT)
 
     @contextlib.contextmanager
-    def serving(self) -> Iterator[None]:
-        """Have a thread lead, whoever else does, for as long as the context lasts."""
+    def serving(self, after_turn: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Have a thread lead, whoever else does, for as long as the context lasts; it calls `after_turn`."""
         over = threading.Event()
-        thread = threading.Thread(target=self.lead, args=(over.is_set,), name="longspec", daemon=True)
+
+        def is_over() -> bool:
+            after_turn()
+            return over.is_set()
+
+        thread = threading.Thread(target=self.lead, args=(is_over,), name="longspec", daemon=True)
         thread.start()
         try:
             yield
@@ -245,12 +252,15 @@ class Engine:
         with self._news:
             self._news.notify_all()
 
-    def cancel(self, sequence: Sequence) -> None:
-        """Stop a sequence and wait until it is; its slot and pages are free then."""
+    def cancel(self, sequence: Sequence, waits: bool = True) -> None:
+        """Stop a sequence and wait until it is; its slot and pages are free then.
+
+        Who may not wait leaves that to the thread that leads: the sequence ends before its next round.
+        """
         if not sequence.submitted_at or sequence.finished:
             return
         self._orders.put(("cancel", sequence))
-        if self._leader != threading.get_ident():
+        if waits and self._leader != threading.get_ident():
             self.lead(lambda: sequence.finished)
 
     def main_method(self, sequence: Sequence) -> Method:
@@ -260,6 +270,10 @@ class Engine:
         else:
             method = sequence.method if isinstance(sequence.method, Method) else VANILLA
         return self._fitted(method, sequence.draws)
+
+    def num_proposed(self, method: Method) -> int:
+        """Tokens that a round of this method proposes for a row at most."""
+        return self._fitted(method).num_nodes - 1
 
     def forget(self) -> None:
         """Let go of all texts that no sequence holds."""
@@ -361,6 +375,7 @@ class Engine:
         launched = self._launch_prompts()
         for group, seats in self._groups().items():
             launched |= self._launch_round(group, seats)
+        launched |= self._launch_guided()
         in_flight = IN_FLIGHT if launched and self.models.target.device.type == "cuda" else 0
         while len(self._flight) > in_flight:
             self._read()
@@ -412,8 +427,13 @@ class Engine:
         report = self.device.take([piece for _, piece in pieces], sampled)
         for seat, piece in pieces:
             self.scheduler.note_computed(seat, piece.count)
+        complete = [(row, seat) for row, (seat, piece) in enumerate(pieces) if piece.is_end]
+        guided = [seat for _, seat in complete if seat.sequence.is_guided]
+        if guided:
+            # Their first tokens are chosen by a guided round as well.
+            self.device.rewind([seat.slot for seat in guided], [seat.text for seat in guided])
         ends: list[tuple[int, Seat, bool | None]] = [
-            (row, seat, None) for row, (seat, piece) in enumerate(pieces) if piece.is_end
+            (row, seat, None) for row, seat in complete if not seat.sequence.is_guided
         ]
         self._flight.append(_Launch([report], ends, None))
         for _, seat, _ in ends:
@@ -450,8 +470,51 @@ class Engine:
         """The sequences that emit tokens, by what they share."""
         groups: dict[Group, list[Seat]] = {}
         for seat in self.scheduler.running:
-            groups.setdefault(seat.group, []).append(seat)
+            if not seat.sequence.is_guided:
+                groups.setdefault(seat.group, []).append(seat)
         return groups
+
+    def _launch_guided(self) -> bool:
+        """One round of the sequences that tell probabilities or have a constraint."""
+        guided = [seat for seat in self.scheduler.running if seat.sequence.is_guided]
+        while any(seat.rounds_in_flight for seat in guided):
+            self._read()  # the next masks depend on what was said
+        guided = [seat for seat in guided if self.scheduler.seats.get(seat.slot) is seat]
+        if not guided or not self._have_pages(guided, 1):
+            return bool(guided)
+        self._compact()
+        masks = self._masks(guided)
+        guided = [seat for seat in guided if not seat.sequence.finished]
+        if not guided:
+            return True
+        active = [False] * self.scheduler.num_rows
+        for seat in guided:
+            active[seat.slot] = True
+        sampled = any(_is_sampled(seat.sequence) for seat in guided)
+        num_top = max(seat.sequence.num_logprobs or 0 for seat in guided)
+        report, scores = self.device.guided_round(active, sampled, masks, num_top)
+        seats: list[tuple[int, Seat, bool | None]] = [(seat.slot, seat, None) for seat in guided]
+        self._flight.append(_Launch([report], seats, VANILLA, 1, scores=scores))
+        for seat in guided:
+            seat.num_in_flight += 1
+            seat.rounds_in_flight += 1
+        return True
+
+    def _masks(self, seats: list[Seat]) -> torch.Tensor | None:
+        """What the constraints of these allow, int32 [rows, V / 32]; one that fails ends its sequence."""
+        constrained = [seat for seat in seats if seat.sequence.constraint is not None]
+        if not constrained:
+            return None
+        size = -(-self.models.target.config.vocab_size // 32)
+        masks = torch.full((self.device.max_rows, size), -1, dtype=torch.int32)
+        for seat in constrained:
+            assert seat.sequence.constraint is not None
+            try:
+                seat.sequence.constraint.fill(masks[seat.slot], seat.sequence.tokens)
+            except Exception as error:
+                self._release(seat)
+                seat.sequence.finish("closed", error)
+        return masks
 
     def _launch_round(self, group: Group, seats: list[Seat]) -> bool:
         """One round of these rows."""
@@ -575,6 +638,7 @@ class Engine:
         """Hand what the oldest launch reported to its sequences."""
         launch = self._flight.popleft()
         reports = [report.read() for report in launch.reports]
+        scores = None if launch.scores is None else launch.scores.read()
         for row, seat, has_match in launch.seats:
             if launch.method is None:
                 seat.num_in_flight -= 1
@@ -584,6 +648,8 @@ class Engine:
                 seat.rounds_in_flight -= len(reports)
                 emitted = [token for one in reports for token in one[row][1 : 1 + one[row][0]]]
             if emitted and not seat.sequence.finished:
+                if scores is not None:
+                    seat.sequence.keep_scores(scores[row])
                 self._keep(seat, emitted, launch, has_match)
 
     def _keep(self, seat: Seat, emitted: list[int], launch: _Launch, has_match: bool | None) -> None:

@@ -6,10 +6,25 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
 
 from longspec.decoding.accept import AcceptanceRule
 from longspec.decoding.methods import Auto, Choice, Method
 from longspec.decoding.sampling import Sampling
+
+Logprobs = tuple[float, list[tuple[int, float]]]
+"""Of one place: the logarithm of the chosen token's probability, and the most probable tokens with theirs."""
+
+
+class Constraint(Protocol):
+    """What may be said next, such as only what completes a JSON value."""
+
+    def fill(self, mask: Tensor, tokens: list[int]) -> None:
+        """Set bit t of `mask`, int32 [V / 32] on the host, where token t may follow `tokens`, which have only
+        grown since the last call. An error that this raises ends the sequence."""
+        ...
 
 
 @dataclass(eq=False)
@@ -31,10 +46,17 @@ class Sequence:
     """Told, by whoever leads the engine, when it has something new, and at its end."""
     acceptance: AcceptanceRule = "coupled"
     """coupled: it says what vanilla says with the same seed; rejection: it keeps the distribution."""
+    constraint: Constraint | None = None
+    num_logprobs: int | None = None
+    """Tell the probability of each token, and so many of the most probable ones; None tells nothing."""
 
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     """How each token came: drafted at this depth and accepted, or, where it is 0, from the target itself."""
+    copied: list[bool] = field(default_factory=list)
+    """Whether each token was accepted because the text had said it before, and not by the draft."""
+    logprobs: list[Logprobs] = field(default_factory=list)
+    """Of each token, where `num_logprobs` asks for it."""
     finish_reason: str | None = None
     """None while it runs, then "eos", "stop", "length" or "closed"."""
     error: BaseException | None = None
@@ -64,6 +86,11 @@ class Sequence:
         return self.acceptance == "rejection" and not self.sampling.greedy
 
     @property
+    def is_guided(self) -> bool:
+        """Whether its rounds need the target's scores on the host's terms: they are vanilla then."""
+        return self.constraint is not None or self.num_logprobs is not None
+
+    @property
     def text(self) -> list[int]:
         """The prompt and what has been said."""
         return self.prompt + self.tokens
@@ -86,16 +113,22 @@ class Sequence:
 
     def keep_first(self, token: int) -> None:
         """Take the token that a prefill chose."""
-        if not self.tokens:
-            self.first_at = time.perf_counter()
         self.num_first += 1
-        self._keep([token])
+        self._keep([token], 0)
 
     def keep_round(self, emitted: list[int], method: Method) -> None:
         """Take what a round emitted, accepted tokens then the bonus."""
         self.num_rounds += 1
         self.methods[method] = self.methods.get(method, 0) + 1
-        self._keep(emitted)
+        self._keep(emitted, method.drafted_depth)
+
+    def keep_scores(self, scores: list[float]) -> None:
+        """Note the probabilities of the token that comes next, as `run_guided` tells them."""
+        if self.num_logprobs is None:
+            return
+        size = (len(scores) - 1) // 2
+        top = zip(scores[1 : 1 + self.num_logprobs], scores[1 + size :], strict=False)
+        self.logprobs.append((scores[0], [(int(token), value) for token, value in top]))
 
     def keep_vanilla(self, emitted: list[int], method: Method) -> None:
         """Take what several vanilla rounds emitted, a token each."""
@@ -109,17 +142,22 @@ class Sequence:
         self.methods[method] = self.methods.get(method, 0) + len(kept)
         self.tokens += kept
         self.depths += [0] * len(kept)
+        self.copied += [False] * len(kept)
         if len(self.tokens) >= self.max_new_tokens:
             self.finish("length")
         elif self.on_news is not None:
             self.on_news(self)
 
-    def _keep(self, emitted: list[int]) -> None:
-        """Take tokens as far as none ends the sequence; the last of them is the target's own."""
+    def _keep(self, emitted: list[int], drafted_depth: int) -> None:
+        """Take tokens as far as none ends the sequence; the last of them is the target's own, and those
+        deeper than the draft goes were looked up."""
         last = len(emitted)
+        if not self.tokens:
+            self.first_at = time.perf_counter()
         for depth, token in enumerate(emitted, 1):
             self.tokens.append(token)
             self.depths.append(depth if depth < last else 0)
+            self.copied.append(drafted_depth < depth < last)
             stopped = self.stop_after is not None and self.stop_after(token)
             if token in self.eos_ids:
                 self.finish("eos")

@@ -121,6 +121,11 @@ class Method(Choice):
         return None
 
     @property
+    def drafted_depth(self) -> int:
+        """How deep drafting goes; what is accepted deeper was looked up."""
+        return 0 if self.source == "lookup" else len(self.shape or ())
+
+    @property
     def num_drafted(self) -> int:
         """Nodes that stand behind the draft's ring while a tree is drafted, the root counted."""
         return 0

@@ -1,0 +1,1 @@
+"""OpenAI's interface over the engine, and a page to try it."""

@@ -1,0 +1,253 @@
+"""One request as it is answered: its sequences, what they have said, and how OpenAI writes that down."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from longspec import __version__
+from longspec.engine.sequence import Logprobs
+from longspec.server.schema import Asked, ChatRequest
+from longspec.server.wire import End, Row
+from longspec.text import TextStream
+
+
+class Choice:
+    """One of the answers to a request."""
+
+    def __init__(self, index: int, number: int, row: Row, text: TextStream, asked: Asked) -> None:
+        self.index, self.number, self.row, self._text = index, number, row, text
+        self.times: list[float] = []
+        """When something new came."""
+        self._by_token = asked.explain or bool(asked.stop)
+        self._pieces: list[str] = []
+        """The text of each token, where tokens are looked at one by one."""
+        self._num_told = self._num_given = 0
+        self.is_told = False
+        """Whether the end was among the news."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """In OpenAI's words."""
+        return {"eos": "stop"}.get(reason, reason) if (reason := self.row.finish_reason) else None
+
+    def news(self) -> Piece | None:
+        """What has come since the last call; None where that is nothing."""
+        row = self.row
+        is_final, known = row.end is not None, len(row.tokens)
+        if self.is_told:
+            return None
+        if self._by_token:
+            self._pieces += map(self._text.push, row.tokens[len(self._pieces) :])
+        self._text.catch_up(row.tokens, is_final)
+        first, self._num_told, self.is_told = self._num_told, known, is_final
+        text = self._text.text[self._num_given :]
+        self._num_given += len(text)
+        if not text and not is_final and first == known:
+            return None
+        return Piece(text, first, known, self.finish_reason)
+
+    def origins(self, news: Piece) -> list[dict[str, Any]]:
+        """How each of the new tokens came. Together their texts are the new text."""
+        row = self.row
+        told = [
+            {"text": self._pieces[place], "depth": row.depths[place], "copied": row.copied[place]}
+            for place in range(news.first, news.known)
+        ]
+        # What the last tokens left undecided comes at the end of the answer.
+        rest = news.text[sum(len(self._pieces[place]) for place in range(news.first, news.known)) :]
+        return [*told, {"text": rest, "depth": 0, "copied": False}] if rest else told
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of an answer."""
+
+    text: str
+    first: int
+    """The tokens from here, to `known`, are new."""
+    known: int
+    finish_reason: str | None
+
+
+class Vocabulary(Protocol):
+    """Tokens one by one, for logprobs."""
+
+    def spelled(self, token: int) -> tuple[str, list[int]]:
+        """A token's text and its bytes."""
+        ...
+
+
+@dataclass
+class Answer:
+    """A request and its choices."""
+
+    asked: Asked
+    choices: list[Choice]
+    model_name: str
+    vocabulary: Vocabulary
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self._is_chat = isinstance(self.asked, ChatRequest)
+        self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will come."""
+        return all(choice.row.end is not None for choice in self.choices)
+
+    @property
+    def error(self) -> End | None:
+        """What kept the engine from answering."""
+        ends = [choice.row.end for choice in self.choices]
+        return next((end for end in ends if end is not None and end.error is not None), None)
+
+    def whole(self) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        choices = []
+        for choice in self.choices:
+            news = choice.news()
+            assert news is not None, "it is finished"
+            said = {"role": "assistant", "content": news.text}
+            body = {"message": said} if self._is_chat else {"text": news.text}
+            choices.append(self._choice(choice, news, body))
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        return self._head(kind) | {"choices": choices, "usage": self.usage(), "metrics": self.metrics()}
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """What a chat's stream begins with."""
+        delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [self._chunk([{"index": one.index, **delta}]) for one in self.choices] if self._is_chat else []
+
+    def chunks(self) -> list[dict[str, Any]]:
+        """What has come since the last call."""
+        found = []
+        tells_tokens = self.asked.explain or self.asked.num_logprobs is not None
+        for choice in self.choices:
+            news = choice.news()
+            if news is None or not (news.text or tells_tokens or news.finish_reason):
+                continue
+            body = {"delta": {"content": news.text} if news.text else {}}
+            chunk = self._chunk([self._choice(choice, news, body if self._is_chat else {"text": news.text})])
+            if self.asked.explain:
+                chunk["tokens"] = choice.origins(news)
+            found.append(chunk)
+        if found and self.is_finished and all(choice.is_told for choice in self.choices):
+            found[-1]["metrics"] = self.metrics()
+        return found
+
+    def _choice(self, choice: Choice, news: Piece, body: dict[str, Any]) -> dict[str, Any]:
+        logprobs = self._logprobs(choice, news)
+        return {"index": choice.index, **body, "logprobs": logprobs, "finish_reason": news.finish_reason}
+
+    def usage_chunks(self) -> list[dict[str, Any]]:
+        """The end of a stream, where the client wants to know its usage."""
+        wanted = self.asked.stream_options is not None and self.asked.stream_options.include_usage
+        return [self._chunk([]) | {"usage": self.usage()}] if wanted else []
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._head("chat.completion.chunk" if self._is_chat else "text_completion") | {
+            "choices": choices
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model_name,
+            "system_fingerprint": f"longspec-{__version__}",
+            "seed": self.choices[0].row.seed,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens; a prompt that is answered n times counts once."""
+        rows = [choice.row for choice in self.choices]
+        prompts = rows[:: self.asked.n]
+        num_prompt = sum(row.prompt_tokens for row in prompts)
+        num_new = sum(len(row.tokens) for row in rows)
+        num_shared = sum(row.end.num_shared for row in prompts if row.end is not None)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": num_shared},
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """How speculation went, over all choices, under vLLM's names."""
+        found = Speculation()
+        for choice in self.choices:
+            found.add(choice.row)
+        return {"speculative_decoding": found.told()}
+
+    def _logprobs(self, choice: Choice, news: Piece) -> dict[str, Any] | None:
+        """In the form of a chat or of a plain completion; the token that ends an answer is not part of it."""
+        row = choice.row
+        if row.num_logprobs is None:
+            return None
+        end = news.known - (row.finish_reason == "eos")
+        places = range(news.first, max(end, news.first))
+        scores = [row.logprobs[place] for place in places]
+        if self._is_chat:
+            told = [self._chat_logprob(row.tokens[place], row.logprobs[place]) for place in places]
+            return {"content": told, "refusal": None}
+        spell = self.vocabulary.spelled
+        texts = [spell(row.tokens[place])[0] for place in places]
+        offset = sum(len(spell(token)[0]) for token in row.tokens[: news.first])
+        return {
+            "tokens": texts,
+            "token_logprobs": [chosen for chosen, _ in scores],
+            "top_logprobs": [{spell(token)[0]: value for token, value in top} for _, top in scores],
+            "text_offset": [offset + sum(map(len, texts[:place])) for place in range(len(texts))],
+        }
+
+    def _chat_logprob(self, token: int, scores: Logprobs) -> dict[str, Any]:
+        top = [self._spelled(one, value) for one, value in scores[1]]
+        return self._spelled(token, scores[0]) | {"top_logprobs": top}
+
+    def _spelled(self, token: int, logprob: float) -> dict[str, Any]:
+        text, raw = self.vocabulary.spelled(token)
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": raw}
+
+
+class Speculation:
+    """Counts over rounds that proposed something."""
+
+    def __init__(self) -> None:
+        self.num_steps = self.num_drafted = self.num_accepted = 0
+        self.by_depth: Counter[int] = Counter()
+        """Rounds that had a token accepted at each depth."""
+
+    def add(self, row: Row) -> None:
+        """Count a row's rounds, once it has ended."""
+        if row.end is None:
+            return
+        self.num_steps += row.end.num_steps
+        self.num_drafted += row.end.num_drafted
+        for depth in row.depths:
+            if depth:
+                self.by_depth[depth] += 1
+                self.num_accepted += 1
+
+    def told(self) -> dict[str, Any]:
+        """vLLM's names. `acceptance_histogram[k]` rounds had exactly k tokens accepted."""
+        reached = [
+            self.num_steps,
+            *(self.by_depth[depth] for depth in range(1, max(self.by_depth, default=0) + 1)),
+        ]
+        exact = [here - further for here, further in zip(reached, [*reached[1:], 0], strict=True)]
+        return {
+            "mean_acceptance_length": 1 + self.num_accepted / self.num_steps if self.num_steps else 1.0,
+            "draft_acceptance_rate": self.num_accepted / self.num_drafted if self.num_drafted else 0.0,
+            "acceptance_histogram": exact,
+            "num_spec_steps": self.num_steps,
+            "num_accepted_draft_tokens": self.num_accepted,
+            "num_draft_tokens": self.num_drafted,
+        }

@@ -1,0 +1,282 @@
+"""The routes: what comes in over HTTP is checked here, and what goes out is written here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from importlib import resources
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import to_json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from longspec import __version__
+from longspec.server.answer import Answer
+from longspec.server.errors import ApiError, refused
+from longspec.server.schema import Asked, ChatRequest, CompletionRequest
+from longspec.server.service import Service
+
+_LOG = logging.getLogger("longspec.server")
+# The page runs its own script and talks to its own server, and nothing else.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_PAGE = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+# Seconds in which a client that reads nothing is told why its answer ends.
+_LAST_WORDS = 2.0
+
+
+def make_app(service: Service, api_keys: Sequence[str], on_lost: Callable[[], None]) -> Starlette:
+    """All of the server; without keys everyone who reaches it is answered. `on_lost` is called when the
+    engine's process is gone."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with service.running(on_lost):
+            yield
+
+    front = _Front(service, [key.encode() for key in api_keys])
+    page = resources.files("longspec.server") / "page"
+    routes = [
+        Route("/v1/models", front.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", front.model, methods=["GET"]),
+        Route("/v1/chat/completions", front.chat, methods=["POST"]),
+        Route("/v1/completions", front.complete, methods=["POST"]),
+        Route("/health", front.health, methods=["GET"]),
+        Route("/metrics", front.metrics, methods=["GET"]),
+        *(
+            Route(path, _file((page / name).read_bytes(), kind), methods=["GET"])
+            for path, (name, kind) in _PAGE.items()
+        ),
+    ]
+    handlers: dict[Any, Any] = {
+        ApiError: front.tell_error,
+        HTTPException: front.tell_http_error,
+        Exception: front.tell_fault,
+    }
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+
+
+def _file(content: bytes, kind: str) -> Any:
+    async def give(_: Request) -> Response:
+        return Response(content, media_type=kind, headers=_PAGE_HEADERS)
+
+    return give
+
+
+def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(to_json(body), status, headers, "application/json")
+
+
+class _Front:
+    """The routes' functions."""
+
+    def __init__(self, service: Service, api_keys: list[bytes]) -> None:
+        self._service, self._api_keys = service, api_keys
+
+    async def models(self, request: Request) -> Response:
+        """The one model that is served."""
+        self._authorise(request)
+        return _json({"object": "list", "data": [self._service.about_model()]})
+
+    async def model(self, request: Request) -> Response:
+        """What is known of it."""
+        self._authorise(request)
+        name = request.path_params["name"]
+        if name != self._service.facts.name:
+            raise ApiError(404, f"the model {name[:100]!r} does not exist", "model_not_found", "model")
+        return _json(self._service.about_model())
+
+    async def chat(self, request: Request) -> Response:
+        """The next message of a conversation."""
+        return await self._answer(request, ChatRequest)
+
+    async def complete(self, request: Request) -> Response:
+        """The continuation of a text."""
+        return await self._answer(request, CompletionRequest)
+
+    async def health(self, _: Request) -> Response:
+        """Whether requests are answered; the last failure of the engine counts until it answers again."""
+        is_well = not (self._service.is_failing or self._service.link.is_lost)
+        return _json(
+            {"status": "ok" if is_well else "failing", "version": __version__}, 200 if is_well else 503
+        )
+
+    async def metrics(self, _: Request) -> Response:
+        """For Prometheus."""
+        told = self._service.metrics.told(await self._service.link.status())
+        return Response(told, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def tell_error(self, _: Request, error: Exception) -> Response:
+        """In OpenAI's form."""
+        assert isinstance(error, ApiError)
+        self._service.metrics.note_refused(error.status)
+        return _json(error.body(), error.status, error.headers)
+
+    async def tell_http_error(self, request: Request, error: Exception) -> Response:
+        """A path or a method that is not there."""
+        assert isinstance(error, HTTPException)
+        known = error.status_code < 500
+        message = f"there is no {request.method} {request.url.path[:100]}" if known else error.detail
+        return await self.tell_error(request, ApiError(error.status_code, message, "unknown_url"))
+
+    async def tell_fault(self, request: Request, _: Exception) -> Response:
+        """A mistake of ours; the log has the details."""
+        return await self.tell_error(request, ApiError(500, "the server made a mistake", "internal_error"))
+
+    def _authorise(self, request: Request) -> None:
+        if not self._api_keys:
+            return
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        # All keys are compared, each in constant time, so that time tells nothing.
+        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._api_keys]
+        if kind.lower() != "bearer" or not any(matches):
+            raise ApiError(
+                401, "a valid API key is needed: Authorization: Bearer KEY", "invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+
+    async def _answer(self, request: Request, schema: type[Asked]) -> Response:
+        self._authorise(request)
+        # Other types can be sent by any web page without asking; see CORS, "simple requests".
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "the body must be JSON: Content-Type: application/json", "unsupported_type")
+        body = await self._read(request)
+        try:
+            asked = schema.model_validate_json(body)
+        except ValidationError as error:
+            raise refused(error) from error
+        return _Answering(self._service, asked)
+
+    async def _read(self, request: Request) -> bytes:
+        limits, parts, size = self._service.limits, [], 0
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                async for part in request.stream():
+                    parts.append(part)
+                    size += len(part)
+                    if size > limits.max_body:
+                        raise ApiError(413, f"the body exceeds {limits.max_body} bytes", "body_too_large")
+        except TimeoutError as error:
+            raise ApiError(408, "the body did not come in time", "timeout") from error
+        except ClientDisconnect as error:
+            raise ApiError(400, "the client left", "disconnected") from error
+        return b"".join(parts)
+
+
+class _Answering(Response):
+    """Answers while it is sent, and gives up as soon as the client is gone."""
+
+    def __init__(self, service: Service, asked: Asked) -> None:
+        super().__init__()
+        self._service, self._asked = service, asked
+        self._is_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._answer(send))
+        gone = asyncio.create_task(_until_gone(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            results = await asyncio.gather(work, gone, return_exceptions=True)
+        fault = results[0]
+        if isinstance(fault, ApiError):
+            await self._refuse(scope, receive, send, fault)
+        elif isinstance(fault, Exception):
+            _LOG.error("an answer failed", exc_info=fault)
+            await self._refuse(
+                scope, receive, send, ApiError(500, "the server made a mistake", "internal_error")
+            )
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
+        """Tell what went wrong: by a status, or, in a stream, by an event."""
+        self._service.metrics.note_refused(error.status)
+        if not self._is_started:
+            await _json(error.body(), error.status, error.headers)(scope, receive, send)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS):
+                await _send(send, _event(error.body()) + b"data: [DONE]\n\n", last=True)
+
+    async def _answer(self, send: Send) -> None:
+        seconds = min(
+            self._asked.max_seconds or self._service.limits.max_seconds, self._service.limits.max_seconds
+        )
+        try:
+            async with asyncio.timeout(seconds), self._service.answering(self._asked) as answer:
+                await (self._stream if self._asked.stream else self._send_whole)(answer, send)
+        except TimeoutError as error:
+            raise ApiError(504, f"the answer took longer than {seconds:g} s", "deadline_exceeded") from error
+
+    async def _send_whole(self, answer: Answer, send: Send) -> None:
+        while not answer.is_finished:
+            await answer.news.wait()
+            answer.news.clear()
+        _check(answer)
+        body = to_json(answer.whole())
+        await self._start(send, "application/json", len(body))
+        await _send(send, body, last=True)
+
+    async def _stream(self, answer: Answer, send: Send) -> None:
+        await self._start(send, "text/event-stream; charset=utf-8")
+        await _send(send, b"".join(map(_event, answer.first_chunks())))
+        while True:
+            is_finished = answer.is_finished
+            _check(answer)
+            if chunks := answer.chunks():
+                await _send(send, b"".join(map(_event, chunks)))
+            if is_finished:
+                break
+            await answer.news.wait()
+            answer.news.clear()
+        await _send(send, b"".join(map(_event, answer.usage_chunks())) + b"data: [DONE]\n\n", last=True)
+
+    async def _start(self, send: Send, kind: str, size: int | None = None) -> None:
+        headers = [(b"content-type", kind.encode()), (b"cache-control", b"no-cache")]
+        if size is not None:
+            headers.append((b"content-length", str(size).encode()))
+        self._is_started = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+def _check(answer: Answer) -> None:
+    """Raise what kept the engine from answering."""
+    end = answer.error
+    if end is not None and end.is_users_fault:
+        raise ApiError(400, end.error or "", "invalid_value")
+    if end is not None:
+        raise ApiError(500, f"the engine failed: {end.error}", "engine_error")
+    if any(choice.row.finish_reason == "closed" for choice in answer.choices):
+        raise ApiError(503, "the server is shutting down", "shutting_down")
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send(send: Send, body: bytes, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": not last})
+
+
+def _event(body: Any) -> bytes:
+    return b"data: " + to_json(body) + b"\n\n"

@@ -1,0 +1,70 @@
+"""Answers that must be JSON: llguidance tells which tokens may come next."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from functools import cached_property
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from torch import Tensor
+
+from longspec.api import SequenceMaker
+from longspec.errors import UserError
+from longspec.server.schema import ResponseFormat
+
+
+class Grammars:
+    """Makes constraints for a tokenizer; what it needs for that is made once, on first use."""
+
+    def __init__(self, maker: SequenceMaker) -> None:
+        self._maker = maker
+
+    @cached_property
+    def tokenizer(self) -> LLTokenizer:
+        """The tokenizer as llguidance needs it."""
+        maker = self._maker
+        try:
+            return from_tokenizer(maker.encoder.tokenizer, maker.vocab_size, sorted(maker.eos_ids))
+        except ValueError as error:
+            raise UserError(f"llguidance cannot use this tokenizer: {error}") from error
+
+    def prepare(self) -> None:
+        """Do now what takes a second; where it cannot be done, a request that needs it is told."""
+        with contextlib.suppress(UserError):
+            _ = self.tokenizer
+
+    def grammar(self, wanted: ResponseFormat) -> str:
+        """A format as a grammar that was found to be usable."""
+        schema: Any = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
+        grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        fault = LLMatcher.validate_grammar(grammar, self.tokenizer)
+        if fault:
+            raise UserError(f"response_format: the schema cannot be used: {_one_line(fault)}")
+        return grammar
+
+    def constraint(self, grammar: str) -> JsonConstraint:
+        """What holds one answer to a grammar."""
+        return JsonConstraint(LLMatcher(self.tokenizer, grammar))
+
+
+class JsonConstraint:
+    """The state of one answer; see `longspec.engine.sequence.Constraint`."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher, self._num_taken = matcher, 0
+
+    def fill(self, mask: Tensor, tokens: list[int]) -> None:
+        """See `Constraint.fill`."""
+        for token in tokens[self._num_taken :]:
+            self._matcher.consume_token(token)
+        self._num_taken = len(tokens)
+        self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.numel() * mask.element_size())
+        if self._matcher.is_error():
+            raise UserError(f"response_format: {_one_line(self._matcher.get_error())}")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]

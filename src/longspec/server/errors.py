@@ -1,0 +1,51 @@
+"""What a client is told when its request cannot be answered, in OpenAI's form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+
+class ApiError(Exception):
+    """A status and what goes into the body."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The object that OpenAI's clients expect."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+_CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unsupported_parameter"}
+
+
+def refused(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a request."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    kind, message = first["type"], first["msg"].removeprefix("Value error, ")
+    # Where a field has several types, their names stand in the place as well.
+    place = [str(part) for part in first["loc"] if part != "str" and not str(part).startswith("list[")]
+    param = ".".join(place) or None
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {message}", "invalid_json")
+    if kind == "missing":
+        message = f"{param} is missing"
+    elif kind == "extra_forbidden":
+        message = f"{param} is not supported"
+    elif param is not None and param not in message:
+        message = f"{param}: {message}"
+    return ApiError(400, message, _CODES.get(kind, "invalid_value"), param)

@@ -1,0 +1,151 @@
+"""The engine's side of a server: takes sequences from the front, and tells it what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
+
+from longspec.api import LongSpec
+from longspec.engine.sequence import Sequence
+from longspec.errors import UserError
+from longspec.server.constraint import Grammars
+from longspec.server.wire import (
+    Ask,
+    AskStatus,
+    Cancel,
+    End,
+    Facts,
+    Message,
+    News,
+    Status,
+    framed,
+    receive,
+    send,
+)
+from longspec.text import TextStream
+
+
+class Host:
+    """Answers a front for as long as it is there."""
+
+    def __init__(self, model: LongSpec, link: socket.socket) -> None:
+        self._model, self._engine, self._link = model, model.engine, link
+        self._grammars = Grammars(model.maker)
+        self._sequences: dict[int, Sequence] = {}
+        """Those that have not ended, by the front's numbers; the reading thread adds, the leading removes."""
+        self._num_told: dict[int, int] = {}
+        self._changed: dict[int, Sequence] = {}
+        """Those that have news; only the leading thread looks at it."""
+        self._outbox: SimpleQueue[Message | None] = SimpleQueue()
+
+    def serve(self) -> None:
+        """Until the front closes the link."""
+        model = self._model
+        facts = Facts(
+            model.name,
+            model.draft_name,
+            str(model.target.device),
+            str(model.target.dtype).removeprefix("torch."),
+            self._engine.scheduler.max_rows,
+            model.maker,
+        )
+        send(self._link, facts)
+        self._grammars.prepare()
+        sender = threading.Thread(target=self._send_all, name="longspec-sender", daemon=True)
+        sender.start()
+        with self._engine.serving(self._tell):
+            while (message := receive(self._link)) is not None:
+                self._take(message)
+            for sequence in list(self._sequences.values()):
+                self._engine.cancel(sequence)
+        self._outbox.put(None)
+        sender.join()
+
+    def _take(self, message: Ask | Cancel | AskStatus) -> None:
+        if isinstance(message, Cancel):
+            for number in message.numbers:
+                if (sequence := self._sequences.get(number)) is not None:
+                    self._engine.cancel(sequence, waits=False)
+        elif isinstance(message, AskStatus):
+            scheduler = self._engine.scheduler
+            self._outbox.put(Status(len(scheduler.seats), len(scheduler.waiting), self._engine.statistics))
+        else:
+            try:
+                self._ask(message)
+            except UserError as error:
+                end = End("closed", str(error), is_users_fault=True)
+                self._outbox.put(News([(number, [], [], [], [], end) for number, _ in message.rows]))
+
+    def _ask(self, message: Ask) -> None:
+        tokenizer = self._model.tokenizer
+        for number, sequence in message.rows:
+            if message.stop:
+                sequence.stop_after = TextStream(tokenizer, message.stop).push_and_check
+            if message.grammar is not None:
+                sequence.constraint = self._grammars.constraint(message.grammar)
+            # Without the hash that the front may have cached: it is another one here.
+            sequence.method = replace(sequence.method)
+            sequence.on_news = partial(self._note, number)
+        sequences = dict(message.rows)
+        self._sequences |= sequences
+        try:
+            self._engine.submit(sequences.values())
+        except UserError:
+            for number in sequences:
+                del self._sequences[number]
+            raise
+
+    def _note(self, number: int, sequence: Sequence) -> None:
+        self._changed[number] = sequence
+
+    def _tell(self) -> None:
+        """Hand over what a turn has brought; by the thread that leads."""
+        if not self._changed:
+            return
+        rows = []
+        for number, sequence in self._changed.items():
+            first, known = self._num_told.get(number, 0), len(sequence.tokens)
+            self._num_told[number] = known
+            end = None
+            if sequence.finished:
+                end = self._end(sequence)
+                del self._num_told[number]
+                self._sequences.pop(number, None)
+            rows.append(
+                (
+                    number,
+                    sequence.tokens[first:],
+                    sequence.depths[first:],
+                    sequence.copied[first:],
+                    sequence.logprobs[first:],
+                    end,
+                )
+            )
+        self._changed.clear()
+        self._outbox.put(News(rows))
+
+    def _end(self, sequence: Sequence) -> End:
+        error = sequence.error
+        is_users_fault = isinstance(error, UserError)
+        proposed = [(rounds, self._engine.num_proposed(one)) for one, rounds in sequence.methods.items()]
+        return End(
+            sequence.finish_reason or "closed",
+            None if error is None else str(error) if is_users_fault else type(error).__name__,
+            is_users_fault,
+            sequence.num_shared,
+            sum(rounds for rounds, number in proposed if number),
+            sum(rounds * number for rounds, number in proposed),
+            sequence.submitted_at,
+            sequence.first_at,
+            sequence.finished_at,
+        )
+
+    def _send_all(self) -> None:
+        """Send what is in the outbox; pickling takes time that the leading thread does not have."""
+        with contextlib.suppress(OSError):  # the front is gone, which whoever reads sees as well
+            while (message := self._outbox.get()) is not None:
+                self._link.sendall(framed(message))

@@ -1,0 +1,119 @@
+"""The front's side: rows that fill up on the event loop while the engine answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+
+from longspec.engine.sequence import Sequence
+from longspec.server.wire import Ask, AskStatus, Cancel, End, Message, News, Row, Status, framed
+
+_SIZE = struct.Struct("!Q")
+_LOST = End("closed", "EngineLost")
+
+
+class Link:
+    """Asks the engine; all of it on one event loop."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._numbers = count()
+        self._open: dict[int, tuple[Row, Callable[[Row], None]]] = {}
+        self._waiting: deque[asyncio.Future[Status]] = deque()
+        self.is_lost = False
+        """Whether the engine's process is gone."""
+
+    @property
+    def num_open(self) -> int:
+        """Rows that have not ended."""
+        return len(self._open)
+
+    async def connect(self, on_lost: Callable[[], None]) -> None:
+        """Begin; `on_lost` is called when the engine's process is gone."""
+        reader, self._writer = await asyncio.open_connection(sock=self._sock, limit=1 << 20)
+        self._on_lost = on_lost
+        self._task = asyncio.create_task(self._read(reader))
+
+    async def close(self) -> None:
+        """Say goodbye."""
+        self._task.cancel()
+        self._writer.close()
+
+    async def ask(
+        self,
+        sequences: list[Sequence],
+        stop: tuple[str, ...],
+        grammar: str | None,
+        on_news: Callable[[Row], None],
+    ) -> list[tuple[int, Row]]:
+        """Have sequences answered; `on_news` is called for a row that has something new."""
+        rows = []
+        for sequence in sequences:
+            row = Row(len(sequence.prompt), sequence.seed, sequence.num_logprobs)
+            number = next(self._numbers)
+            rows.append((number, row))
+            self._open[number] = (row, on_news)
+            sequence.stop_after = None
+        numbered = [(number, sequence) for (number, _), sequence in zip(rows, sequences, strict=True)]
+        self._send(Ask(numbered, stop, grammar))
+        return rows
+
+    def cancel(self, numbers: list[int]) -> None:
+        """Give up those that have not ended."""
+        left = [number for number in numbers if self._open.pop(number, None) is not None]
+        if left:
+            self._send(Cancel(left))
+
+    async def status(self) -> Status:
+        """How the engine is."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        self._send(AskStatus())
+        return await future
+
+    def _send(self, message: Message) -> None:
+        if self.is_lost:
+            raise ConnectionError("the engine's process is gone")
+        self._writer.write(framed(message))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                (size,) = _SIZE.unpack(await reader.readexactly(_SIZE.size))
+                self._take(pickle.loads(await reader.readexactly(size)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._lose()
+
+    def _take(self, message: News | Status) -> None:
+        if isinstance(message, Status):
+            future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(message)
+            return
+        for number, tokens, depths, copied, logprobs, end in message.rows:
+            if number not in self._open:
+                continue  # it was given up
+            row, on_news = self._open[number]
+            row.tokens += tokens
+            row.depths += depths
+            row.copied += copied
+            row.logprobs += logprobs
+            row.end = end
+            if end is not None:
+                del self._open[number]
+            on_news(row)
+
+    def _lose(self) -> None:
+        self.is_lost = True
+        for row, on_news in self._open.values():
+            row.end = _LOST
+            on_news(row)
+        self._open.clear()
+        for future in self._waiting:
+            future.cancel()
+        self._on_lost()

@@ -1,0 +1,146 @@
+"""The two processes of a server: this one leads the engine, and another one, the front, talks HTTP."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from longspec.api import LongSpec
+from longspec.errors import UserError
+from longspec.server.app import make_app
+from longspec.server.host import Host
+from longspec.server.link import Link
+from longspec.server.service import Limits, Service
+from longspec.server.wire import Facts, receive
+
+_CURL = """\
+  curl {address}/v1/chat/completions -H "Content-Type: application/json"{key} \\
+    -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'"""
+# Connections that may wait to be taken on.
+_BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is ours and does not listen yet: an address that is taken is told before a long load."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        raise UserError(
+            f"cannot listen at {host} port {port}: {error.strerror}; take another --port"
+        ) from error
+    return made
+
+
+def address_of(listener: socket.socket) -> str:
+    """Where a client on this machine finds the server."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{port}"
+
+
+def read_api_keys(path: str) -> list[str]:
+    """The keys of a file, one a line."""
+    keys = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not keys:
+        raise UserError(f"{path} holds no key; write at least one line")
+    return keys
+
+
+@dataclass(frozen=True)
+class FrontOptions:
+    """How the front serves."""
+
+    limits: Limits = field(default_factory=Limits)
+    api_keys: tuple[str, ...] = ()
+    method: dict[str, Any] = field(default_factory=dict)
+    """Options of the method, for requests that name none."""
+    grace_seconds: int = 30
+    """At the end, time for the answers that are under way."""
+
+
+class FrontServer(uvicorn.Server):
+    """Listens, says so, and ends when it is told to or the engine's process is gone."""
+
+    def __init__(self, service: Service, options: FrontOptions, on_ready: Callable[[], None]) -> None:
+        self._on_ready = on_ready
+        super().__init__(
+            uvicorn.Config(
+                make_app(service, options.api_keys, self.end),
+                log_level="error",  # a malformed request is the client's affair
+                access_log=False,
+                backlog=_BACKLOG,
+                timeout_graceful_shutdown=options.grace_seconds,
+                server_header=False,
+                lifespan="on",
+            )
+        )
+
+    def end(self) -> None:
+        """Take nobody new on, and end when those who are being answered have their answers."""
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+
+def run_front(link: socket.socket, listener: socket.socket, options: FrontOptions) -> None:
+    """The process that talks HTTP. It is told of the model when that is loaded."""
+    # Ctrl-C reaches both processes; until it listens, the other one sees to it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    facts = receive(link)
+    if facts is None:
+        return  # there is no model after all
+    service = Service(facts, Link(link), options.method, options.limits)
+    address, has_key = address_of(listener), bool(options.api_keys)
+    FrontServer(service, options, lambda: print(_told(facts, address, has_key), flush=True)).run([listener])
+
+
+def serve(load: Callable[[], LongSpec], listener: socket.socket, options: FrontOptions) -> None:
+    """Load a model and serve it until a signal comes."""
+    ours, theirs = socket.socketpair()
+    front = get_context("spawn").Process(
+        target=run_front, args=(theirs, listener, options), name="longspec-front", daemon=True
+    )
+    front.start()
+    theirs.close()
+    listener.close()
+    with ours:
+        model = load()
+
+        def end(*_: object) -> None:
+            if front.is_alive():
+                front.terminate()
+
+        before = {one: signal.signal(one, end) for one in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            Host(model, ours).serve()
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+    front.join()
+
+
+def _told(facts: Facts, address: str, has_key: bool) -> str:
+    """What a user needs to know first."""
+    draft = f" with the draft {facts.draft_name}" if facts.draft_name else ""
+    key = ' -H "Authorization: Bearer $KEY"' if has_key else ""
+    return (
+        f"{facts.name}{draft} on {facts.device}, context {facts.maker.max_length} tokens, "
+        f"{facts.max_rows} answers at once\n"
+        f"{address}     the page; OpenAI clients take {address}/v1\n{_CURL.format(address=address, key=key)}"
+    )

@@ -1,0 +1,221 @@
+"""What a client may ask for. A field that is not here is refused, and never ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+MOST_CHOICES = 128
+MOST_LOGPROBS = 20
+
+
+class Strict(BaseModel):
+    """Nothing is converted and nothing is left over; null stands for a field that is not there."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Fields that are not supported, with the values that ask for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        kept = {}
+        for name, value in given.items():
+            harmless = cls.neutral.get(name, ())
+            if value is None or any(type(value) is type(one) and value == one for one in harmless):
+                continue
+            if name in cls.neutral:
+                raise ValueError(f"{name} is not supported")
+            kept[name] = value
+        return kept
+
+
+class StreamOptions(Strict):
+    """How a stream ends."""
+
+    include_usage: bool = False
+
+
+class Message(Strict):
+    """One of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, given: Any) -> Any:
+        """A content may come in parts, all of them texts."""
+        if not isinstance(given, list):
+            return given
+        for part in given:
+            if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
+                raise ValueError("only parts of type 'text' are supported, each with a text")
+            if not isinstance(part["text"], str):
+                raise ValueError("a part's text must be a string")
+        return "\n".join(part["text"] for part in given)
+
+    def as_prompt(self) -> dict[str, str]:
+        """For the chat template, which knows no developer."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+
+
+class JsonSchema(Strict):
+    """A JSON schema and what the client calls it; `strict` may be true or false, it always holds."""
+
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """What the answer must be: any text, some JSON, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type 'json_schema', which needs it")
+        return self
+
+
+class Asked(Strict):
+    """What chat and plain completions share."""
+
+    neutral = {
+        "frequency_penalty": (0, 0.0),
+        "presence_penalty": (0, 0.0),
+        "logit_bias": ({},),
+        "store": (False,),
+        "metadata": ({},),
+    }
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: Number | None = Field(None, ge=0)
+    top_p: Number | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: Number | None = Field(None, ge=0, le=1)
+    repetition_penalty: Number | None = Field(None, gt=0)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stop: str | list[str] | None = None
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+    """Who asks, in the client's own words; it changes nothing."""
+
+    method: str | None = None
+    """How the target is sped up; the words are the same."""
+    explain: bool = False
+    """Whether chunks tell how each of their tokens came."""
+    max_seconds: Number | None = Field(None, gt=0)
+    """The answer is given up after so long, if the server's own limit is not shorter."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Asked:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options belongs to stream: true")
+        if self.explain and not self.stream:
+            raise ValueError("explain belongs to stream: true")
+        if self.is_constrained and self.ignore_eos:
+            raise ValueError("ignore_eos would have no end with response_format")
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > 16 or any(not one or len(one) > 1000 for one in stops):
+            raise ValueError("stop may hold up to 16 texts of 1 to 1000 characters")
+        return self
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether not every text will do."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
+    def num_new(self) -> int | None:
+        """The most tokens of an answer."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `Sequence.num_logprobs`."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        """What `longspec.options.read_options` takes; what was left out follows the model."""
+        return {
+            "max_new_tokens": self.num_new,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": self.seed,
+            "stop": self.stop,
+            "eos_ids": () if self.ignore_eos else None,
+        }
+
+
+class ChatRequest(Asked):
+    """The body of /v1/chat/completions."""
+
+    neutral = Asked.neutral | {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "modalities": (["text"],),
+    }
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _has_one_limit(self) -> ChatRequest:
+        given = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(given) > 1:
+            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs belongs to logprobs: true")
+        return self
+
+    @property
+    def num_new(self) -> int | None:
+        """Under either name."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `Sequence.num_logprobs`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(Asked):
+    """The body of /v1/completions."""
+
+    neutral = Asked.neutral | {"echo": (False,), "best_of": (1,)}
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `Sequence.num_logprobs`."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Those that were given, one or several."""
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+            return [self.prompt]
+        return list(self.prompt)  # type: ignore[arg-type]

@@ -1,0 +1,201 @@
+"""Requests on their way to the engine and back: limits, the queue, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from longspec.decoding.methods.registry import choices
+from longspec.engine.sequence import Sequence
+from longspec.errors import UserError
+from longspec.options import read_options
+from longspec.server.answer import Answer, Choice
+from longspec.server.constraint import Grammars
+from longspec.server.errors import ApiError
+from longspec.server.link import Link
+from longspec.server.metrics import Metrics
+from longspec.server.schema import Asked, ChatRequest, CompletionRequest
+from longspec.server.wire import Facts, Row
+from longspec.text import TextStream
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes on."""
+
+    max_queue: int = 256
+    """Sequences that may wait beside those that run; beyond them requests are refused."""
+    max_seconds: float = 600.0
+    """The longest that a request may take."""
+    max_body: int = 32_000_000
+    """Bytes of a request."""
+    body_seconds: float = 60.0
+    """The longest that a client may take to send it."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_queue", "max_seconds", "max_body"):
+            if not 0 <= getattr(self, name) < math.inf or (name != "max_queue" and not getattr(self, name)):
+                raise UserError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+
+class Service:
+    """Answers checked requests; lives on the event loop of the front."""
+
+    def __init__(self, facts: Facts, link: Link, defaults: dict[str, Any], limits: Limits) -> None:
+        self.facts, self.link, self.limits = facts, link, limits
+        self.defaults = defaults
+        """Options of the method, for requests that name none."""
+        self.metrics = Metrics(facts.name)
+        self.num_open = 0
+        """Sequences that were taken on and have not ended."""
+        self.is_failing = False
+        """Whether the engine failed with the last request."""
+        self._created = int(time.time())
+        self._grammars = Grammars(facts.maker)
+        # One thread: a tokenizer must not be used by two at once, and a long document must not hold up the
+        # event loop.
+        self._worker = ThreadPoolExecutor(1, "longspec-prompts")
+        self.spelled = lru_cache(100_000)(self._spell)
+
+    @asynccontextmanager
+    async def running(self, on_lost: Callable[[], None]) -> AsyncIterator[None]:
+        """Be linked to the engine for as long as the context lasts."""
+        await self.link.connect(on_lost)
+        await asyncio.get_running_loop().run_in_executor(self._worker, self._grammars.prepare)
+        try:
+            yield
+        finally:
+            self._worker.shutdown(cancel_futures=True)
+            await self.link.close()
+
+    def about_model(self) -> dict[str, Any]:
+        """What /v1/models tells."""
+        facts = self.facts
+        return {
+            "id": facts.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "longspec",
+            "max_model_len": facts.maker.max_length,
+            "draft": facts.draft_name,
+            "device": facts.device,
+            "dtype": facts.dtype,
+            "methods": [
+                name
+                for name, choice in choices().items()
+                if facts.draft_name or not getattr(choice, "uses_draft", False)
+            ],
+        }
+
+    def _spell(self, token: int) -> tuple[str, list[int]]:
+        """A token's own text and bytes; a token may be part of a character."""
+        try:
+            raw = self._grammars.tokenizer.decode_bytes([token])
+        except UserError:
+            raw = self.facts.maker.encoder.tokenizer.decode([token]).encode()
+        return raw.decode("utf-8", errors="replace"), list(raw)
+
+    @asynccontextmanager
+    async def answering(self, asked: Asked) -> AsyncIterator[Answer]:
+        """Take a request on; the answer comes while the context lasts, and is given up at its end."""
+        self._check_model(asked)
+        self._check_room(asked.n)
+        work = asyncio.get_running_loop().run_in_executor(self._worker, self._prepare, asked)
+        try:
+            sequences, texts, grammar = await work
+        except UserError as error:
+            raise ApiError(400, str(error), "invalid_value") from error
+        self._check_room(len(sequences))
+        self.num_open += len(sequences)
+        answer = Answer(asked, [], self.facts.name, self)
+        times: dict[int, list[float]] = {}
+
+        def on_news(row: Row) -> None:
+            times[id(row)].append(time.perf_counter())
+            if asked.stream or row.end is not None:
+                answer.news.set()
+
+        try:
+            stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+            rows = await self.link.ask(sequences, stop, grammar, on_news)
+            for index, ((number, row), text) in enumerate(zip(rows, texts, strict=True)):
+                answer.choices.append(Choice(index, number, row, text, asked))
+                times[id(row)] = answer.choices[-1].times
+            yield answer
+        except ConnectionError as error:
+            raise ApiError(503, "the engine is gone", "engine_error") from error
+        finally:
+            self.num_open -= len(sequences)
+            self.link.cancel([choice.number for choice in answer.choices])
+            self._note(answer)
+
+    def _note(self, answer: Answer) -> None:
+        error = answer.error
+        if error is not None and not error.is_users_fault:
+            self.is_failing = True
+        elif answer.is_finished:
+            self.is_failing = False
+        self.metrics.note(answer)
+
+    def _check_model(self, asked: Asked) -> None:
+        name = self.facts.name
+        if asked.model is not None and asked.model != name:
+            message = f"the model {asked.model[:100]!r} does not exist; this server has {name!r}"
+            raise ApiError(404, message, "model_not_found", "model")
+
+    def _check_room(self, wanted: int) -> None:
+        """Refuse what would wait behind too many others."""
+        most = self.facts.max_rows + self.limits.max_queue
+        if wanted > most:
+            raise ApiError(
+                400, f"{wanted} answers are asked for; the queue holds {most}", "invalid_value", "n"
+            )
+        if self.num_open + wanted > most:
+            seconds = max(1, math.ceil(self.metrics.mean_seconds))
+            raise ApiError(
+                429,
+                f"the queue is full: {self.num_open} answers are under way; try again in {seconds} s",
+                "queue_full",
+                headers={"Retry-After": str(seconds)},
+            )
+
+    def _prepare(self, asked: Asked) -> tuple[list[Sequence], list[TextStream], str | None]:
+        """Tokenise the prompts and make the sequences."""
+        prompts = self._prompts(asked)
+        options = asked.options() | (self.defaults if asked.method is None else {"method": asked.method})
+        settings = read_options(options)
+        self._check_length(asked, max(map(len, prompts)))
+        grammar = None
+        if asked.is_constrained and asked.response_format is not None:
+            grammar = self._grammars.grammar(asked.response_format)
+        sequences, texts = self.facts.maker.make([one for one in prompts for _ in range(asked.n)], settings)
+        for sequence in sequences:
+            sequence.num_logprobs = asked.num_logprobs
+        return sequences, texts, grammar
+
+    def _prompts(self, asked: Asked) -> list[list[int]]:
+        encoder, size = self.facts.maker.encoder, self.facts.maker.vocab_size
+        if isinstance(asked, ChatRequest):
+            return [encoder.encode([one.as_prompt() for one in asked.messages], False, size)]
+        assert isinstance(asked, CompletionRequest)
+        if not asked.prompts:
+            raise UserError("prompt is empty; give at least one")
+        return [encoder.encode(one, True, size) for one in asked.prompts]
+
+    def _check_length(self, asked: Asked, num_prompt: int) -> None:
+        room, num_new = self.facts.maker.max_length, asked.num_new
+        if num_prompt + (num_new or 1) > room:
+            wanted = f" and {num_new} new ones are asked for" if num_new else ""
+            raise ApiError(
+                400,
+                f"this server's context holds {room} tokens; the prompt has {num_prompt}{wanted}",
+                "context_length_exceeded",
+                "messages" if isinstance(asked, ChatRequest) else "prompt",
+            )

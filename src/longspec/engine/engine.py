@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from longspec.cache import PagePool, Pages
-from longspec.decoding.methods import MOST_NODES, VANILLA, Auto, Choice, Lookup, Method, Tree
+from longspec.decoding.methods import MOST_NODES, VANILLA, Auto, Lookup, Method, MethodChoice, Tree
 from longspec.decoding.round import Models
 from longspec.engine.auto import Outlook, Policy, candidates, unmeasured
 from longspec.engine.costs import Costs
@@ -112,7 +112,7 @@ class Engine:
         self._longest_chunk = longest_chunk(target.config, target.dtype, target.device, BESIDE, ALONE)
         self._base_head = head
         self._methods: dict[tuple[Method, bool], Method] = {}
-        self._known_choices: dict[Choice, Choice] = {}
+        self._known_choices: dict[MethodChoice, MethodChoice] = {}
         self._flight: deque[_Launch] = deque()
         self._orders: SimpleQueue[tuple[str, Sequence | None]] = SimpleQueue()
         self._leads = threading.Lock()

@@ -406,7 +406,7 @@ def test_metrics_have_the_names_that_dashboards_know(server: Live, client: OpenA
 
 
 def test_the_command_serves_what_it_prints_and_finishes_before_it_ends(smollm2: LongSpec) -> None:
-    command = [sys.executable, "-m", "longspec.cli.main"]
+    command = [sys.executable, "-m", "longspec"]
     with subprocess.Popen(
         [*command, "serve", "--port", "0", "--no-calibrate", "--max-rows", "2", "--method", "seq"],
         stdout=subprocess.PIPE,

@@ -27,6 +27,7 @@ from longspec.engine.costs import Costs
 from longspec.engine.device import Device, Group, Piece, Report
 from longspec.engine.fill import SEGMENT
 from longspec.engine.interrupts import undisturbed
+from longspec.engine.memory import longest_chunk
 from longspec.engine.scheduler import Scheduler, Seat
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
@@ -35,8 +36,9 @@ from longspec.models.target import Transformer
 
 # Launches that may be on their way before the host has read the first of them.
 IN_FLIGHT = 2
-# Tokens of a prompt that are computed at a time: alone, and while others wait for their next round.
-ALONE, BESIDE = 16384, 2048
+# Tokens of a prompt that are computed at a time: alone, if there is memory for it, and while others wait for
+# their next round.
+ALONE, BESIDE = 32768, 2048
 PLAIN_ALONE, PLAIN_BESIDE = 2048, 256
 # Seconds after which who waits looks again by itself.
 _LONGEST_WAIT = 0.2
@@ -105,6 +107,7 @@ class Engine:
                 self.device = Device(self.models, max_rows, max_length, num_nodes)
         self.policy = Policy(unmeasured(draft), acceptance or {}, Costs({}, ()))
         self.scheduler = Scheduler(PagePool(num_pages, page_size), max_rows)
+        self._longest_chunk = longest_chunk(target.config, target.dtype, target.device, BESIDE, ALONE)
         self._base_head = head
         self._methods: dict[tuple[Method, bool], Method] = {}
         self._known_choices: dict[Choice, Choice] = {}
@@ -370,7 +373,7 @@ class Engine:
             self._counts["prompt"] += len(seat.text)
             self._counts["shared"] += seat.computed
             self._reserve(seat.sequence)
-        self._learn_words([token for seat in seats for token in reversed(seat.text)], seats)
+        self._learn_words((token for seat in seats for token in reversed(seat.text)), seats)
         self.device.admit(
             [seat.slot for seat in seats],
             [seat.text for seat in seats],
@@ -389,7 +392,7 @@ class Engine:
             for seat in self.scheduler.seats.values():
                 seat.num_unread = None
 
-    def _learn_words(self, tokens: list[int], admitted: list[Seat] | None = None) -> None:
+    def _learn_words(self, tokens: Iterable[int], admitted: list[Seat] | None = None) -> None:
         """Let the draft propose the texts' own words, in its vocabulary or not, where shapes may change."""
         if self.models.fused or self._base_head is None:
             return
@@ -424,7 +427,7 @@ class Engine:
         if not self.models.fused:
             return [self._piece(first, first.computed, PLAIN_ALONE if alone else PLAIN_BESIDE)]
         if left >= BESIDE and self._is_large():
-            return [self._piece(first, first.computed, ALONE if alone else BESIDE)]
+            return [self._piece(first, first.computed, self._longest_chunk if alone else BESIDE)]
         pieces: list[tuple[Seat, Piece]] = []
         for seat in filling:
             start = seat.computed

@@ -97,6 +97,18 @@ def kv_bytes(config: ModelConfig, dtype: torch.dtype, num_rows: int, length: int
     return max(tokens, length + MOST_NODES + 2 * FUSED_PAGE) * config.kv_bytes_per_token(dtype.itemsize)
 
 
+def longest_chunk(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, least: int, most: int
+) -> int:
+    """Tokens of a prompt, a power of two, whose activations take a quarter of the free memory at most."""
+    if device.type == "cpu":
+        return most
+    free = free_memory(device)
+    while most > least and 4 * _activations(config, most, dtype) > free:
+        most //= 2
+    return most
+
+
 @dataclass(frozen=True)
 class MemoryNeeds:
     """Bytes, part by part."""

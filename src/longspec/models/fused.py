@@ -28,10 +28,15 @@ class FusedOps:
         normed, stream = norm_stream(stream, _settings(norm))
         return linear(normed), stream
 
+    def last(self, stream: Stream, num_tokens: int) -> Stream:
+        """See `Ops.last`."""
+        assert stream.delta is None
+        return Stream(stream.x[:, -num_tokens:].contiguous())
+
     def add_linear(self, linear: Linear, x: Tensor, stream: Stream, following: Reader | None) -> Stream:
         """See `Ops.add_linear`."""
         if not linear.covers(x):
-            return Stream(stream.x, linear(x))
+            return Stream(linear.add_to(stream.x, x))
         factor = factor_for(following, x.numel() // x.shape[-1])
         added: Stream = linear.few_rows(Stream(x), residual=stream.x, factor=factor)[0]
         return added

@@ -24,7 +24,8 @@ class ForwardPass(Protocol):
         ...
 
     def attend(self, module: SelfAttention, qkv: Tensor) -> Tensor:
-        """Attend by a layer's projection [B, T, (H + 2 K) D] of the new tokens; returns [B, T, H D]."""
+        """Attend by a layer's projection [B, T, (H + 2 K) D] of the new tokens; returns [B, T, H D], or of
+        the last tokens only, where nobody asks for the others."""
         ...
 
 
@@ -53,6 +54,14 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Nothing: torch would fill what is about to be replaced."""
+
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+        """The product of x [..., in] added to `total` [..., out], in its place where that can be: the sum then
+        costs no pass over memory of its own."""
+        if self.bias is not None or not total.is_contiguous():
+            return total + self(x)
+        total.view(-1, total.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), self.weight.T)
+        return total
 
     def covers(self, x: Tensor) -> bool:
         """Whether `few_rows` is for this product."""
@@ -219,7 +228,10 @@ class Block(nn.Module):
     def forward(self, stream: Stream, run: ForwardPass, following: Reader | None = None) -> Stream:
         """The residual stream after this layer, for `following` to read."""
         qkv, stream = self.enter(stream, run.ops)
-        return self.leave(stream, run.attend(self.attention, qkv), run.ops, following)
+        out = run.attend(self.attention, qkv)
+        if out.shape[1] < qkv.shape[1]:
+            stream = run.ops.last(stream, out.shape[1])
+        return self.leave(stream, out, run.ops, following)
 
     def enter(self, stream: Stream, ops: Ops) -> tuple[Tensor, Stream]:
         """What comes before attention: its projection."""
@@ -250,8 +262,12 @@ class Ops(Protocol):
         """The projection of the normed stream, and the stream with nothing lacking."""
         ...
 
+    def last(self, stream: Stream, num_tokens: int) -> Stream:
+        """The stream of the last tokens alone; nothing may be lacking in it."""
+        ...
+
     def add_linear(self, linear: Linear, x: Tensor, stream: Stream, following: Reader | None) -> Stream:
-        """The stream with the projection of x added to it."""
+        """The stream with the projection of x added to it; the stream that was given is used up."""
         ...
 
     def feed_forward(
@@ -279,6 +295,10 @@ class PlainOps:
         """See `Ops.normed_linear`."""
         norm, linear = reader
         return linear(norm(stream)), stream
+
+    def last(self, stream: Stream, num_tokens: int) -> Stream:
+        """See `Ops.last`."""
+        return stream[:, -num_tokens:]
 
     def add_linear(self, linear: Linear, x: Tensor, stream: Stream, following: Reader | None) -> Stream:
         """See `Ops.add_linear`."""

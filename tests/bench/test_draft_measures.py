@@ -41,7 +41,7 @@ def test_the_best_nodes_of_a_larger_tree_are_asked_for_by_label() -> None:
     assert read_label("tree:+12").label == "tree:4x16x16x16x11+12"
     assert read_label("magicdec:3:window=64").label == "magicdec:3:window=64"
     wrong = {
-        "seq:4@8": "'4@8' is no length",
+        "seq:4@8": "'4@8' is no size",
         "tree:8x8@many": "'8x8@many' is no size",
         "vanilla:4": "takes no size",
         "seq:window=3": "'seq' has no option 'window'; it is an option of magicdec",

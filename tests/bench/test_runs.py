@@ -24,6 +24,7 @@ from longspec.bench.summary import Spread, summarise
 from longspec.cli.main import main
 from longspec.cli.terminal import explained
 from tests.bench.rows import made_row, made_run
+from tests.cli.run import exit_code
 
 PROGRAM = (sys.executable, "-m", "longspec")
 BENCH = (*PROGRAM, "bench", "generate", "--max-new-tokens", "10", "--methods", "lookup")
@@ -152,9 +153,9 @@ def test_a_full_disk_keeps_what_is_finished(prompts: Path, tiny_folder: Path, tm
         (("--methods", "lookup:fast"), "'fast' is no size"),
         (("--methods", "tree"), "needs a draft"),
         (("--methods", ""), "there are no methods"),
-        (("--temperature", "hot"), "--temperature is 'hot'"),
+        (("--temperature", "hot"), "'hot' is not a list of numbers"),
         (("--temperature", "nan"), "temperatures are [nan]"),
-        (("--baseline", "vllm"), "there is: hf"),
+        (("--baseline", "vllm"), "invalid choice: 'vllm'"),
         (("--batch", "0"), "batch is 0"),
         (("--workload", "EMPTY"), "has no prompts"),
         (("--workload", "BAD"), "line 2: needs a text 'prompt'"),
@@ -170,8 +171,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
     files = {"EMPTY": str(tmp_path / "empty.jsonl"), "BAD": str(tmp_path / "bad.jsonl")}
     monkeypatch.chdir(tmp_path)
     arguments = ("--max-new-tokens", "10", "--target", str(tiny_folder), "--methods", "lookup")
-    code = main(["bench", "generate", *arguments, flags[0], files.get(flags[1], flags[1])])
-    assert code == 2
+    assert exit_code(["bench", "generate", *arguments, flags[0], files.get(flags[1], flags[1])]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert told in line
     assert not (tmp_path / "outputs").exists()

@@ -27,6 +27,7 @@ def test_products_are_close(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     linear = Linear(576, 96, bias=True).requires_grad_(False)
     torch.nn.init.normal_(linear.weight, std=0.02)
+    assert linear.bias is not None
     torch.nn.init.normal_(linear.bias)
     linear.weight[3] = 0  # a row without a scale
     linear.weight[4] *= 1000  # one scale for all rows would lose the others

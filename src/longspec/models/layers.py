@@ -49,6 +49,8 @@ class Linear(nn.Linear):
     with the small work around the product in the same launch.
     """
 
+    bias: nn.Parameter | None  # type: ignore[assignment]  # torch declares that there always is one
+
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
         super().__init__(num_in, num_out, bias)
 
@@ -56,8 +58,8 @@ class Linear(nn.Linear):
         """Nothing: torch would fill what is about to be replaced."""
 
     def add_to(self, total: Tensor, x: Tensor) -> Tensor:
-        """The product of x [..., in] added to `total` [..., out], in its place where that can be: the sum then
-        costs no pass over memory of its own."""
+        """The product of x [..., in] added to `total` [..., out], in its place where that can be, because the
+        sum then needs no pass over memory of its own."""
         if self.bias is not None or not total.is_contiguous():
             return total + self(x)
         total.view(-1, total.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), self.weight.T)
@@ -118,11 +120,9 @@ class PackedLinear(nn.Module):
         return self._apply_packed(padded)[:rows].view(*x.shape[:-1], self.num_out)
 
     def covers(self, x: Tensor) -> bool:
-        """See `Linear.covers`: never."""
         return False
 
     def folds(self, num_rows: int) -> bool:
-        """See `Linear.folds`: never."""
         return False
 
     def _apply_packed(self, x: Tensor) -> Tensor:
@@ -287,31 +287,25 @@ class PlainOps:
     def embed(
         self, tokens: Tensor, table: Tensor, added: Tensor | None, following: Reader
     ) -> tuple[Stream, Stream]:
-        """See `Ops.embed`."""
         x = F.embedding(tokens, table)
         return x, x if added is None else x + added
 
     def normed_linear(self, reader: Reader, stream: Stream) -> tuple[Tensor, Stream]:
-        """See `Ops.normed_linear`."""
         norm, linear = reader
         return linear(norm(stream)), stream
 
     def last(self, stream: Stream, num_tokens: int) -> Stream:
-        """See `Ops.last`."""
         return stream[:, -num_tokens:]
 
     def add_linear(self, linear: Linear, x: Tensor, stream: Stream, following: Reader | None) -> Stream:
-        """See `Ops.add_linear`."""
         return stream + linear(x)
 
     def feed_forward(
         self, ffn: FeedForward, norm: RMSNorm, stream: Stream, following: Reader | None
     ) -> Stream:
-        """See `Ops.feed_forward`."""
         return stream + ffn(norm(stream))
 
     def finish(self, stream: Stream, norm: RMSNorm | None) -> Tensor:
-        """See `Ops.finish`."""
         return stream if norm is None else norm(stream)
 
 

@@ -31,7 +31,7 @@ class PlainPass:
     ops: Ops = PLAIN
 
     def attend(self, module: SelfAttention, qkv: Tensor) -> Tensor:
-        """See `ForwardPass.attend`. Keys and values are written past the prefix first."""
+        # Keys and values are written past the prefix first.
         q, k, v = module.heads(qkv, self.rope)
         self.pages.write(module.layer, self.places, k, v)
         return _attend(self, module.layer, q)
@@ -53,7 +53,6 @@ class FusedPass:
     ops: FusedOps
 
     def attend(self, module: SelfAttention, qkv: Tensor) -> Tensor:
-        """See `ForwardPass.attend`."""
         from longspec.kernels.rope import rope_write
 
         k, v = self.pages.layer(module.layer)

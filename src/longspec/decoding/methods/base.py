@@ -179,5 +179,5 @@ class Chain(Method):
     @classmethod
     def read_size(cls, size: str) -> dict[str, Any]:
         if not size.isdecimal():
-            raise UserError(f"method {cls.name!r}: {size!r} is no length of a chain; write {cls.name}:4")
+            raise UserError(f"method {cls.name!r}: {size!r} is no size; write {cls.name}:4")
         return {"gamma": int(size)}

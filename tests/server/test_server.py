@@ -118,6 +118,7 @@ def test_a_stream_says_the_same_and_ends_as_openai_says(server: Live, client: Op
     assert usage.prompt_tokens_details.cached_tokens == (usage.prompt_tokens - 1) // 16 * 16
 
     body = {"messages": STORY, "max_tokens": 12, "temperature": 0.9, "seed": 2, "stream": True}
+    body["stream_options"] = {"continuous_usage_stats": True}
     raw = httpx.post(f"{server.address}/v1/chat/completions", json=body | {"explain": True}, timeout=60)
     assert raw.headers["content-type"].startswith("text/event-stream")
     events = raw.text.split("\n\n")
@@ -125,6 +126,7 @@ def test_a_stream_says_the_same_and_ends_as_openai_says(server: Live, client: Op
     told = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
     tokens = [token for one in told for token in one.get("tokens", [])]
     assert "".join(token["text"] for token in tokens) == whole.choices[0].message.content
+    assert [one["usage"]["completion_tokens"] for one in told[1:]][-1] == 12
     figures = told[-1]["metrics"]["speculative_decoding"]
     assert sum(token["depth"] > 0 for token in tokens) == figures["num_accepted_draft_tokens"] > 0
     assert figures == whole.metrics["speculative_decoding"]

@@ -9,20 +9,23 @@ demo: .venv/ready  ## set up, fetch the default model, answer a sample prompt
 	@echo 'longspec generate --compare "$(PROMPT)"'
 	@$(BIN)/longspec generate --compare "$(PROMPT)"
 
-test: .venv/ready  ## set up, then everything that guards a change
+test: .venv/ready-test  ## set up, then everything that guards a change
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal -m "not full"
 
-test-full: .venv/ready  ## the tests that take minutes as well
+test-full: .venv/ready-test  ## the tests that take minutes as well
 	$(BIN)/pytest -n 2 --dist worksteal
 
 bench: .venv/ready  ## vanilla decoding side by side with transformers
-	$(BIN)/longspec bench vanilla
+	$(BIN)/longspec bench generate --baseline hf --methods vanilla --workload repo:512 --max-new-tokens 48
 
 .venv/ready: pyproject.toml constraints.txt scripts/setup
 	@PYTHON="$(PYTHON)" scripts/setup
+
+.venv/ready-test: .venv/ready
+	@PYTHON="$(PYTHON)" scripts/setup test
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

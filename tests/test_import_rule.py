@@ -26,6 +26,7 @@ LEVELS: list[set[str]] = [
     {"train"},
     {"bench", "server"},
     {"cli"},
+    {"__main__"},
 ]
 
 
@@ -55,6 +56,12 @@ def test_imports_point_one_way() -> None:
             if own != other and level(other) >= level(own):
                 wrong.append(f"{path.relative_to(ROOT)} imports longspec.{other}")
     assert not wrong
+
+
+def test_the_published_names_are_used_by_nobody_here() -> None:
+    """They are clients. The package re-exports them, and under the published paths too."""
+    users = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if "glide" in imports(path)}
+    assert users == {"__init__.py", "train/models/llama_glide.py", "train/models/qwen2_glide.py"}
 
 
 def newly_imported(names: tuple[str, ...], code: str, before: str = "") -> list[str]:

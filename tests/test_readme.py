@@ -32,7 +32,7 @@ def commands(training: bool) -> list[str]:
 @pytest.mark.parametrize("command", commands(training=False))
 def test_command(command: str, tmp_path: Path, smollm2_folder: Path) -> None:
     (tmp_path / "report.txt").write_text("Sales rose by three percent. Summarise this.")
-    arguments = [sys.executable, "-m", "longspec.cli.main", *shlex.split(command)]
+    arguments = [sys.executable, "-m", "longspec", *shlex.split(command)]
     if arguments[3] == "generate":
         arguments += ["--max-new-tokens", "8"]
     result = subprocess.run(
@@ -58,7 +58,7 @@ def test_training_a_draft_in_four_commands(tmp_path: Path, tiny_folder: Path) ->
     for command in commands(training=True):
         for old, new in smaller.items():
             command = command.replace(old, new)
-        arguments = [sys.executable, "-m", "longspec.cli.main", *shlex.split(command)]
+        arguments = [sys.executable, "-m", "longspec", *shlex.split(command)]
         result = subprocess.run(
             arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=no_launcher()
         )

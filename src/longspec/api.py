@@ -17,7 +17,7 @@ import torch
 from longspec import hub
 from longspec.attention import choose_backend
 from longspec.config import ModelConfig
-from longspec.decoding.choose import Sampling
+from longspec.decoding.sampling import Sampling
 from longspec.engine.costs import known_costs
 from longspec.engine.engine import Engine
 from longspec.engine.make import make_engine
@@ -76,7 +76,9 @@ class SequenceMaker:
             text = TextStream(self.encoder.tokenizer, settings.stop)
             # Only a stop string makes the engine look at the text itself.
             check = text.push_and_check if settings.stop else None
-            sequence = Sequence(tokens, room, sampling, seed, eos_ids, settings.method, check)
+            sequence = Sequence(
+                tokens, room, sampling, seed, eos_ids, settings.method, check, acceptance=settings.acceptance
+            )
             sequences.append(sequence)
             texts.append(text)
         return sequences, texts
@@ -161,12 +163,7 @@ class LongSpec:
             model, *drafting, acceptance, max_length=max_length, limit=limit, max_rows=max_rows,
             kv_memory=kv_memory,
         )  # fmt: skip
-        if calibrate:
-            with engine.paused() as rows:
-                costs = known_costs(rows, engine.candidates, engine.width, progress)
-            engine.adopt(costs)
-        engine.prepare()
-        return cls(
+        loaded = cls(
             engine,
             encoder,
             files.name,
@@ -174,6 +171,19 @@ class LongSpec:
             frozenset(end for end in ends if end is not None),
             wanted if drafting[0] else None,
         )
+        if calibrate:
+            loaded.calibrate(progress)
+        else:
+            engine.prepare()
+        return loaded
+
+    def calibrate(self, progress: bool = False) -> None:
+        """Measure this machine for method "auto", unless that was done before. Ctrl-C stops the measuring
+        and leaves the model as it was."""
+        with self.engine.paused() as rows:
+            costs = known_costs(rows, self.engine.candidates, self.engine.width, progress)
+        self.engine.adopt(costs)
+        self.engine.prepare()
 
     @property
     def maker(self) -> SequenceMaker:
@@ -234,7 +244,7 @@ class LongSpec:
 
     def _result(self, sequence: Sequence, text: TextStream) -> Generation:
         """What a sequence has said so far."""
-        options, method = self.engine.main_method(sequence)
+        method = self.engine.main_method(sequence)
         text.catch_up(sequence.tokens, sequence.finished)
         done = sequence.finished_at or time.perf_counter()
         return Generation(
@@ -242,6 +252,7 @@ class LongSpec:
             token_ids=list(sequence.tokens),
             finish_reason=sequence.finish_reason or "running",
             seed=sequence.seed,
+            temperature=sequence.sampling.temperature,
             prompt_tokens=len(sequence.prompt),
             prefilled_tokens=len(sequence.prompt) - sequence.num_shared,
             rounds=sequence.num_rounds,
@@ -250,12 +261,11 @@ class LongSpec:
             depths=list(sequence.depths),
             seconds=done - sequence.submitted_at,
             prefill_seconds=(sequence.first_at or done) - sequence.submitted_at,
-            method=options.method,
-            tree_shape=list(method.tree_shape) if method.tree_shape else None,
-            max_nodes=getattr(method, "max_nodes", None) if options.method == "tree" else None,
-            num_copied=getattr(method, "num_lookup", 0) if options.method == "tree" else 0,
+            method=method.name,
+            label=method.label,
+            tree_shape=list(method.shape) if method.shape else None,
             target=self.name,
-            draft=self.draft_name if method.drafts else None,
+            draft=self.draft_name if method.uses_draft else None,
             device=str(self.target.device),
             dtype=str(self.target.dtype).removeprefix("torch."),
         )

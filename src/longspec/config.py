@@ -1,17 +1,13 @@
-"""The shape of a model, read once from its Hugging Face config and never changed afterwards."""
+"""The shapes of a target and of a draft: read once, and never changed afterwards."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from longspec.errors import UserError
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-# Nodes per depth of the tree that is drafted. With its root 64: one more, and a GPU works as for 128.
+# The default tree, as nodes per depth. With its root it has 64 nodes: a tile of our kernels has 64 rows.
 DEFAULT_TREE = (4, 16, 16, 16, 11)
 
 
@@ -37,9 +33,11 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything the `Transformer` needs to know; a model family is a few of these flags."""
+    """Everything that `Transformer` needs to know. `longspec.models.families` reads it from a Hugging Face
+    config; families differ in the flags at the end."""
 
     family: str
+    """Hugging Face's `model_type`."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -90,39 +88,6 @@ class ModelConfig:
         """Cache bytes that one token of context takes over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
-    @classmethod
-    def from_hf(cls, config: Any) -> ModelConfig:
-        """Read a `transformers` config object, or the dict of a `config.json`; old and new spellings."""
-        raw: dict[str, Any] = dict(config if isinstance(config, Mapping) else config.to_dict())
-        family = raw.get("model_type")
-        if family not in FAMILIES:
-            raise UserError(
-                f"model_type {family!r} is not supported; the supported ones are {_list(FAMILIES)}"
-            )
-        _refuse_unsupported(raw)
-        heads = _number(raw, "num_attention_heads")
-        hidden = _number(raw, "hidden_size")
-        positions = _number(raw, "max_position_embeddings")
-        rope = _rope_from_hf(raw, positions)
-        bias = bool(raw.get("attention_bias", False))
-        return cls(
-            family=family,
-            vocab_size=_number(raw, "vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=_number(raw, "intermediate_size"),
-            num_layers=_number(raw, "num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=_number(raw, "num_key_value_heads", heads),
-            head_dim=_number(raw, "head_dim", 128 if family == "qwen3" else hidden // heads),
-            max_length=_context_limit(rope, positions),
-            rms_eps=_real(raw, "rms_norm_eps", 1e-6),
-            rope=rope,
-            qkv_bias=family == "qwen2" or bias,
-            output_bias=family != "qwen2" and bias,
-            qk_norm=family == "qwen3",
-            tied_head=bool(raw.get("tie_word_embeddings", False)),
-        )
-
 
 @dataclass(frozen=True)
 class DraftConfig:
@@ -143,7 +108,7 @@ class DraftConfig:
     intermediate_size: int = 0
     """The width of its feed-forward; 0 is the target's."""
     lag_gate: bool = False
-    """Whether it is told how far it lags: by that, what the hidden state adds is scaled and shifted."""
+    """Whether what the hidden state adds is scaled and shifted by vectors for each lag."""
 
     def __post_init__(self) -> None:
         for name in ("window", "max_lag"):
@@ -185,98 +150,3 @@ class DraftConfig:
             if not -num_layers <= layer < num_layers:
                 raise UserError(f"cross layer {layer} is not among the target's {num_layers} layers")
         return tuple(layer % num_layers for layer in self.cross_layers)
-
-
-def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    """Name what we would otherwise run wrongly."""
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise UserError(f"hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is")
-    if raw.get("mlp_bias"):
-        raise UserError("mlp_bias = true is not supported")
-    layers = raw.get("layer_types")
-    if "sliding_attention" in layers if isinstance(layers, list | tuple) else _uses_window(raw):
-        raise UserError(
-            f"sliding-window attention (sliding_window = {raw.get('sliding_window')}) is not supported; "
-            "if the model also runs without it, set use_sliding_window = false in its config.json"
-        )
-    partial = (_section(raw, "rope_parameters") or raw).get("partial_rotary_factor", 1.0)
-    if partial not in (None, 1.0):
-        raise UserError(f"partial_rotary_factor {partial} is not supported; only 1.0 is")
-    if raw.get("quantization_config"):
-        method = _section(raw, "quantization_config").get("quant_method", "unknown")
-        raise UserError(
-            f"weights quantised with {method!r} are not supported; use the original weights or a GGUF"
-        )
-
-
-def _uses_window(raw: dict[str, Any]) -> bool:
-    return bool(
-        raw.get("use_sliding_window")
-        and raw.get("sliding_window")
-        and _number(raw, "max_window_layers", 0, least=0) < _number(raw, "num_hidden_layers")
-    )
-
-
-def _rope_from_hf(raw: dict[str, Any], positions: int) -> RopeConfig:
-    values = _section(raw, "rope_scaling") | _section(raw, "rope_parameters")
-    kind = values.get("rope_type") or values.get("type") or "default"
-    if kind not in ROPE_KINDS:
-        raise UserError(f"rope scaling {kind!r} is not supported; the supported ones are {_list(ROPE_KINDS)}")
-    theta = _real(values, "rope_theta", _real(raw, "rope_theta", 10000.0))
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if values.get("factor") is None:
-        raise UserError(f"rope scaling {kind!r} needs a 'factor', and the config has none")
-    names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-    known = {name: _real(values, name) for name in names if values.get(name) is not None}
-    # As in transformers, 0 is none.
-    known |= {name: _real(values, name) for name in ("mscale", "mscale_all_dim") if values.get(name)}
-    original = "original_max_position_embeddings"
-    rope = RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=_real(values, "factor"),
-        original_length=_number(values, original, _number(raw, original, positions)),
-        truncate=bool(values.get("truncate", True)),
-        **known,
-    )
-    if kind == "yarn" and theta == 1:
-        raise UserError("the model config has rope_theta = 1; yarn needs another one")
-    if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
-        raise UserError(
-            f"the model config has low_freq_factor = {rope.low_freq_factor}; it must be below its "
-            f"high_freq_factor = {rope.high_freq_factor}"
-        )
-    return rope
-
-
-def _context_limit(rope: RopeConfig, positions: int) -> int:
-    """The context, where some configs give what was before stretching and others what comes out of it."""
-    stretched = int(rope.factor * rope.original_length) if rope.kind in ("linear", "yarn") else 0
-    return max(positions, stretched)
-
-
-def _section(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    """An object within the config; empty where there is none."""
-    value = raw.get(name)
-    if value is not None and not isinstance(value, Mapping):
-        raise UserError(f"the model config has {name} = {value!r}; an object is needed")
-    return dict(value or {})
-
-
-def _number(raw: dict[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
-    value = default if raw.get(name) is None else raw[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(f"the model config has {name} = {value!r}; a whole number from {least} up is needed")
-    return value
-
-
-def _real(raw: dict[str, Any], name: str, default: float | None = None) -> float:
-    value = default if raw.get(name) is None else raw[name]
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise UserError(f"the model config has {name} = {value!r}; a number above 0 is needed")
-    return float(value)
-
-
-def _list(names: tuple[str, ...]) -> str:
-    return ", ".join(names)

@@ -15,6 +15,8 @@ class Generation:
     finish_reason: str
     """"eos", "stop" (a stop string came), "length", "closed" (the stream was closed) or "running"."""
     seed: int
+    temperature: float
+    """0 is greedy: the seed then has no effect."""
     prompt_tokens: int
     prefilled_tokens: int
     """Prompt tokens that had to be computed, over the whole batch; the rest was in the cache."""
@@ -26,11 +28,11 @@ class Generation:
     seconds: float
     prefill_seconds: float
     method: str
+    """What most rounds ran."""
+    label: str
+    """The method with its options, as `bench --methods` takes it: "tree:8x16x16@64+12"."""
     tree_shape: list[int] | None
-    max_nodes: int | None
-    """The most nodes of a tree that a round verified, the root counted, where those were not all."""
-    num_copied: int
-    """The most tokens that were copied into a tree."""
+    """Nodes per depth that the method proposes; None for vanilla."""
     target: str
     draft: str | None
     device: str
@@ -56,7 +58,7 @@ class Generation:
         """The object that `longspec generate --json` prints."""
         names = (
             *("text", "tokens", "prompt_tokens", "rounds", "tau", "accepted_by_depth", "seconds"),
-            *("tokens_per_second", "method", "tree_shape", "max_nodes", "num_copied"),
+            *("tokens_per_second", "method", "label", "tree_shape"),
             *("seed", "finish_reason", "target", "draft", "device", "dtype"),
         )
         return {name: getattr(self, name) for name in names}

@@ -1,10 +1,9 @@
-"""The names the field knows, `LlamaGlide` and `Qwen2Glide`: a thin face over target, draft and decoding."""
+"""The published names, `LlamaGlide` and `Qwen2Glide`: clients of the engine with the published signatures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from os import PathLike, fspath
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -12,18 +11,17 @@ from torch import Tensor, nn
 
 from longspec import hub
 from longspec.attention import choose_backend
-from longspec.config import DEFAULT_TREE, DraftConfig, ModelConfig
-from longspec.decoding.choose import Sampling
-from longspec.decoding.methods.make import MethodOptions
+from longspec.config import DraftConfig
+from longspec.decoding.methods import VANILLA, MagicDec, Method, Seq, Tree
+from longspec.decoding.sampling import Sampling
 from longspec.engine.engine import Engine
 from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
-from longspec.models.checkpoint import WeightFiles
-from longspec.models.draft import DraftHead, GlideDraft
-from longspec.models.draft_files import load_draft
-from longspec.models.files import eos_ids, read_config
-from longspec.models.load import load_target
+from longspec.models.draft import DraftHead
+from longspec.models.families import config_from_hf
+from longspec.models.files import read_config
+from longspec.models.pair import load_pair
 from longspec.models.placement import pick_device, pick_dtype
 
 # What users of `transformers` may ask for, by the backend that does it here.
@@ -46,7 +44,7 @@ class GlideModel(nn.Module):
         *,
         torch_dtype: torch.dtype | str | None = None,
         attn_implementation: str | None = None,
-        draft_config: DraftConfig | Mapping[str, Any] | None = None,
+        draft_config: DraftConfig | None = None,
         device: torch.device | str = "auto",
         seed: int | None = None,
     ) -> None:
@@ -56,8 +54,7 @@ class GlideModel(nn.Module):
         """
         super().__init__()
         name = fspath(target_model_path)
-        folder = hub.resolve(name).folder
-        shape = read_config(folder) if config is None else ModelConfig.from_hf(config)
+        shape = read_config(hub.resolve(name).folder) if config is None else config_from_hf(config)
         if shape.family not in self.families:
             raise UserError(
                 f"{type(self).__name__} is for {' or '.join(self.families)}, and {name} is {shape.family}"
@@ -67,19 +64,11 @@ class GlideModel(nn.Module):
                 f"attn_implementation {attn_implementation!r} is unknown; use one of {list(_BACKENDS)}"
             )
         device = pick_device(device)
-        with WeightFiles(folder) as weights:
-            self.model = load_target(shape, weights.tensor, device, _dtype(torch_dtype, device), pack=False)
+        pair = load_pair(
+            name, glide_path, draft_config, device, _dtype(torch_dtype, device), config=shape, seed=seed
+        )
+        self.model, self.draft_model, self.eos_ids = pair.target, pair.draft, pair.eos_ids
         self.model.attention = choose_backend(_BACKENDS[attn_implementation])
-        self.eos_ids = eos_ids(folder)
-        if glide_path is None:
-            if not isinstance(draft_config, DraftConfig):  # a config file's
-                draft_config = DraftConfig(**draft_config or {})
-            self.draft_model = GlideDraft(shape, draft_config)
-            self.draft_model.initialise(None if seed is None else torch.Generator().manual_seed(seed))
-            self.draft_model.to(device=device, dtype=self.model.dtype)
-        else:
-            self.draft_model = load_draft(_draft_path(glide_path), self.model, name).draft
-        self.draft_model.requires_grad_(True)
         self._engine: Engine | None = None
 
     @property
@@ -130,8 +119,7 @@ class GlideModel(nn.Module):
         seed: int = 0,
     ) -> tuple[Tensor, int, float]:
         """The target alone. Returns the tokens [B, max_gen_len], the rounds and the seconds."""
-        options = MethodOptions("vanilla")
-        found = self._generate(options, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
+        found = self._generate(VANILLA, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
         return found[0], found[2], found[3]
 
     def spec_generate(
@@ -145,8 +133,7 @@ class GlideModel(nn.Module):
         seed: int = 0,
     ) -> tuple[Tensor, int, int, float, Tensor]:
         """The draft's chain. Returns tokens, accepted, rounds, seconds, and which tokens were drafted."""
-        options = MethodOptions("seq", gamma=gamma)
-        return self._generate(options, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
+        return self._generate(Seq(gamma), input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
 
     def tree_spec_generate(
         self,
@@ -159,8 +146,8 @@ class GlideModel(nn.Module):
         seed: int = 0,
     ) -> tuple[Tensor, int, int, float, Tensor]:
         """The draft's tree; returns as `spec_generate`."""
-        options = MethodOptions("tree", tree_shape=tuple(tree_shape or DEFAULT_TREE))
-        return self._generate(options, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
+        tree = Tree(tuple(tree_shape)) if tree_shape else Tree()
+        return self._generate(tree, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
 
     def magicdec_generate(
         self,
@@ -173,12 +160,13 @@ class GlideModel(nn.Module):
         seed: int = 0,
     ) -> tuple[Tensor, int, int, float, Tensor]:
         """The target drafting for itself; returns as `spec_generate`."""
-        options = MethodOptions("magicdec", gamma=gamma)
-        return self._generate(options, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
+        return self._generate(
+            MagicDec(gamma), input_ids, prompt_length, max_gen_len, eos_id, temperature, seed
+        )
 
     def _generate(
         self,
-        options: MethodOptions,
+        method: Method,
         input_ids: Tensor,
         prompt_length: Tensor,
         max_gen_len: int,
@@ -187,16 +175,16 @@ class GlideModel(nn.Module):
         seed: int,
     ) -> tuple[Tensor, int, int, float, Tensor]:
         """Rows of `input_ids` [B, T] are prompts of `prompt_length` [B] tokens, padded on the right."""
-        ends = self.eos_ids if eos_id is None else frozenset({eos_id})
+        eos_ids = self.eos_ids if eos_id is None else frozenset({eos_id})
         lengths = torch.as_tensor(prompt_length).expand(input_ids.shape[0]).tolist()
         sampling = Sampling(temperature=temperature)
         rows = [
-            Sequence(ids[:length], max_gen_len, sampling, seed + index, ends, options)
+            Sequence(ids[:length], max_gen_len, sampling, seed + index, eos_ids, method)
             for index, (ids, length) in enumerate(zip(input_ids.tolist(), lengths, strict=True))
         ]
         for _ in self._engine_for(rows).run_each(rows):
             pass
-        # Prompts are not counted, as far as they come before everything else.
+        # From the first token on, so that most of the time of the prompts does not count.
         seconds = max(row.finished_at for row in rows) - min(row.first_at for row in rows)
         tokens = input_ids.new_zeros(len(rows), max_gen_len)
         drafted = torch.zeros_like(tokens)
@@ -207,8 +195,10 @@ class GlideModel(nn.Module):
         return tokens, int(drafted.sum()), num_rounds, seconds, drafted
 
     def _engine_for(self, rows: list[Sequence]) -> Engine:
-        """An engine that is large enough: the last one, or else a new one. It holds nothing of earlier
-        texts, because weights may have changed since."""
+        """The last engine, or a new one where that is too small.
+
+        It forgets earlier texts, because weights may have changed since.
+        """
         longest, num_rows = max(row.limit for row in rows), min(len(rows), _ROWS)
         engine = self._engine
         if engine is not None and longest <= engine.max_length and num_rows <= engine.device.max_rows:
@@ -223,12 +213,12 @@ class GlideModel(nn.Module):
         return engine
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Weights go elsewhere, or become another type: an engine is for those that it was made with."""
+        """Drop the engine where weights move or change their type, because it was made for the old ones."""
         self._engine = None
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy makes its own engine."""
+        """Without the engine: a copy makes its own."""
         return self.__dict__ | {"_engine": None}
 
 
@@ -242,10 +232,6 @@ class Qwen2Glide(GlideModel):
     """A Qwen2 target (QwQ too) with its draft."""
 
     families = ("qwen2", "qwen3")
-
-
-def _draft_path(path: str | PathLike[str]) -> Path:
-    return hub.resolve_draft(fspath(path))
 
 
 def _dtype(wanted: torch.dtype | str | None, device: torch.device) -> torch.dtype:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_args
 
-from longspec.decoding.choose import Sampling
-from longspec.decoding.methods.make import MethodOptions
-from longspec.errors import UserError, number, whole_number, whole_numbers
+from longspec.decoding.accept import AcceptanceRule
+from longspec.decoding.methods import Auto, Choice
+from longspec.decoding.methods.registry import all_options, choose_method
+from longspec.decoding.sampling import Sampling
+from longspec.errors import UserError, whole_number, whole_numbers
 
 DEFAULT_MAX_NEW_TOKENS = 512
 
@@ -32,13 +34,15 @@ class Options(TypedDict, total=False):
     """Tokens that end an answer, instead of the model's own; with none of them only its length does."""
     raw: bool
     """Whether texts skip the chat template."""
+    acceptance: str
+    """coupled: the tokens of vanilla with the same seed; rejection: the same distribution when sampling."""
     method: str
-    """auto, vanilla, seq, tree, magicdec or lookup; see `MethodOptions` for this and what follows."""
+    """auto, vanilla, seq, tree, magicdec, lookup, or another that is registered. What follows are options of
+    some of the methods, described in their classes; those of a method of your own may be given as well."""
     gamma: int
     tree_shape: Sequence[int]
     max_nodes: int | None
-    num_copied: int
-    acceptance: str
+    num_lookup: int
     min_confidence: float
     sinks: int
     window: int
@@ -51,7 +55,8 @@ class Settings:
 
     sampling: dict[str, Any]
     """Those given; the rest follows the model."""
-    method: MethodOptions
+    method: Choice
+    acceptance: AcceptanceRule
     max_new_tokens: int | None
     seed: int | list[int] | None
     stop: tuple[str, ...]
@@ -61,9 +66,10 @@ class Settings:
 
 def read_options(options: Mapping[str, Any]) -> Settings:
     """What the options mean; a bad one is refused by name."""
-    unknown = next((name for name in options if name not in Options.__annotations__), None)
+    known = [*dict.fromkeys((*Options.__annotations__, *all_options()))]
+    unknown = next((name for name in options if name not in known), None)
     if unknown is not None:
-        raise UserError(f"option {unknown!r} is unknown; there are: {', '.join(Options.__annotations__)}")
+        raise UserError(f"option {unknown!r} is unknown; there are: {', '.join(known)}")
     given = {name: value for name, value in options.items() if value is not None}
     names = [field.name for field in fields(Sampling)]
     sampling = {name: given[name] for name in names if name in given}
@@ -75,7 +81,10 @@ def read_options(options: Mapping[str, Any]) -> Settings:
         raise UserError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
     return Settings(
         sampling=sampling,
-        method=method_options(given),
+        method=choose_method(
+            given.get("method", Auto.name), {name: given[name] for name in all_options() if name in given}
+        ),
+        acceptance=_acceptance(given.get("acceptance", "coupled")),
         max_new_tokens=max_new_tokens,
         seed=_checked_seed(given.get("seed")),
         stop=_stop_strings(given.get("stop", ())),
@@ -84,17 +93,11 @@ def read_options(options: Mapping[str, Any]) -> Settings:
     )
 
 
-def method_options(options: Mapping[str, Any]) -> MethodOptions:
-    """Those of the options that concern the method, checked."""
-    names = {field.name for field in fields(MethodOptions)}
-    given = {name: value for name, value in options.items() if name in names and value is not None}
-    if "min_confidence" in given:
-        given["min_confidence"] = number("min_confidence", given["min_confidence"])
-    for name in given.keys() - {"method", "acceptance", "tree_shape", "min_confidence"}:
-        given[name] = whole_number(name, given[name])
-    if "tree_shape" in given:
-        given["tree_shape"] = tuple(whole_numbers("tree_shape", given["tree_shape"]))
-    return MethodOptions(**given)
+def _acceptance(wanted: Any) -> AcceptanceRule:
+    for known in get_args(AcceptanceRule):
+        if wanted == known:
+            return known
+    raise UserError(f"acceptance {wanted!r} is unknown; there are: {', '.join(get_args(AcceptanceRule))}")
 
 
 def room_for(max_length: int, num_prompt: int, wanted: int | None) -> int:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from longspec import LongSpec, UserError
-from longspec.bench.runners import Asked, OurMethod, read_method
+from longspec.bench.runners import Asked, OurMethod
 from longspec.bench.summary import summarise
 from longspec.cli.main import main
 from longspec.config import DraftConfig
+from longspec.decoding.methods import Tree
+from longspec.decoding.methods.registry import read_label
 from longspec.models.draft import GlideDraft
 from longspec.models.draft_files import load_draft
 from tests.bench.rows import made_row
@@ -35,28 +36,54 @@ def test_a_loop_at_the_end_does_not_flatter_tau() -> None:
 
 
 def test_the_best_nodes_of_a_larger_tree_are_asked_for_by_label() -> None:
-    options = read_method("tree:8x32@64")
-    assert (options.tree_shape, options.max_nodes) == ((8, 32), 64)
-    assert read_method("tree:8x32@64+12") == replace(options, num_copied=12)
-    for label in ("seq:4@8", "tree:8x8@many"):
-        with pytest.raises(UserError, match="@ is for trees"):
-            read_method(label)
+    assert read_label("tree:8x32@64") == Tree((8, 32), 64)
+    assert read_label("tree:8x32@64+12") == Tree((8, 32), 64, num_lookup=12)
+    assert read_label("tree:+12").label == "tree:4x16x16x16x11+12"
+    assert read_label("magicdec:3:window=64").label == "magicdec:3:window=64"
+    wrong = {
+        "seq:4@8": "'4@8' is no size",
+        "tree:8x8@many": "'8x8@many' is no size",
+        "vanilla:4": "takes no size",
+        "seq:window=3": "'seq' has no option 'window'; it is an option of magicdec",
+        "lookup:max_ngram=few": "max_ngram is 'few'",
+    }
+    for label, named in wrong.items():
+        with pytest.raises(UserError, match=named):
+            read_label(label)
+
+
+def test_acceptance_can_be_set_in_a_label(smollm2: LongSpec) -> None:
+    assert OurMethod(smollm2, "tree:2x4").same_when_sampled
+    assert not OurMethod(smollm2, "tree:2x4:acceptance=rejection").same_when_sampled
+    with pytest.raises(UserError, match="acceptance 'luck' is unknown"):
+        OurMethod(smollm2, "tree:acceptance=luck")
 
 
 @pytest.mark.parametrize(
-    "label", ["vanilla", "lookup:3", "seq:2", "tree:2x4", "tree:2x4@5", "tree:2x4@5+3", "tree:1x1"]
+    "label",
+    [
+        "magicdec:2:sinks=1:window=2",
+        "seq:3:min_confidence=0.99",
+        "vanilla",
+        "lookup:3",
+        "seq:2",
+        "tree:2x4",
+        "tree:2x4@5",
+        "tree:2x4@5+3",
+        "tree:1x1",
+    ],
 )
 def test_what_ran_is_told_by_the_label_that_asks_for_it(smollm2: LongSpec, label: str) -> None:
     (answer,) = OurMethod(smollm2, label).answers([[1, 2, 3, 1, 2]], [Asked(4, 0.0, 0)])
-    assert read_method(answer.ran) == read_method(label)
+    assert answer.ran == label
 
 
 def test_what_is_told_of_a_tree_is_what_ran(smollm2: LongSpec) -> None:
-    asked: dict[str, Any] = {"method": "tree", "tree_shape": (2, 4), "max_new_tokens": 4, "num_copied": 3}
+    asked: dict[str, Any] = {"method": "tree", "tree_shape": (2, 4), "max_new_tokens": 4, "num_lookup": 3}
     drawn = smollm2.generate("Hi", **asked, max_nodes=3, temperature=0.7, acceptance="rejection")
-    assert (drawn.tree_shape, drawn.max_nodes, drawn.num_copied) == ([2, 4], None, 0)
+    assert (drawn.tree_shape, drawn.label) == ([2, 4], "tree:2x4")
     whole = smollm2.generate("Hi", **asked, max_nodes=400)
-    assert (whole.max_nodes, whole.num_copied) == (None, 3)
+    assert whole.label == "tree:2x4+3"
 
 
 def test_tau_by_context_goes_from_a_file_into_the_drafts_folder(

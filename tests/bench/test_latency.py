@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from longspec.cli.main import main
+from tests.cli.run import exit_code
 
 COMMAND = (
-    "longspec.cli.main bench latency --shape tiny --context 64 256 1000000000 --batch 1 2 --tree-shape 2,4 "
+    "longspec bench latency --shape tiny --context 64 256 1000000000 --batch 1 2 --tree-shape 2,4 "
     "--draft-vocab 128 --rounds 3 --repeats 3 --device cpu --tau 2.5"
 )
 
@@ -69,12 +70,12 @@ def test_auto_gives_the_tree(
         ("--context 0", "contexts are [0]"),
         ("--max-nodes many", "--max-nodes is 'many'"),
         ("--tree-shape 600", "601 nodes with its root"),
-        ("--cross-layers last", "--cross-layers is 'last'"),
+        ("--cross-layers last", "'last' is not a list of numbers"),
         ("--tau 0.5", "--tau is 0.5"),
     ],
 )
 def test_bad_values_are_one_line(flags: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "latency", *flags.split()]) == 2
+    assert exit_code(["bench", "latency", *flags.split()]) == 2
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.headline import BEGIN, END
+from benchmarks.headline import main as headline
+from benchmarks.plot_readme import draw
 from longspec.bench.folder import read_run
-from longspec.bench.headline import BEGIN, END
-from longspec.bench.headline import main as headline
 from longspec.cli.main import main
 from longspec.config import DraftConfig
 from longspec.models.draft import GlideDraft
@@ -100,6 +101,16 @@ def test_context_goes_to_the_models_limit(tmp_path: Path, tiny_folder: Path) -> 
     _, rows = read_run(run)
     assert [row["prompt_tokens"] for row in rows if row["method"] == "vanilla"] == [1024, 2044]
     assert not any(row["difference"] for row in rows)
+    # Of a file no more texts than are asked for, without lengths too.
+    texts = [{"context": f"Text {number}. " + "It rained again. " * 900, "input": "?"} for number in range(4)]
+    write_lines(tmp_path / "texts.jsonl", texts)
+    flags += ["--source", str(tmp_path / "texts.jsonl"), "--limit", "2", "--output", str(tmp_path / "file")]
+    assert main(["bench", "context", "--target", str(tiny_folder), *flags]) == 0
+    _, rows = read_run(tmp_path / "file")
+    assert [row["item"] for row in rows if row["method"] == "vanilla"] == [
+        *("1-1024", "2-1024"),
+        *("1-2044", "2-2044"),
+    ]
 
 
 @pytest.mark.full
@@ -141,6 +152,13 @@ def test_the_headline_is_made_from_the_rows(tmp_path: Path, capsys: pytest.Captu
     assert headline(flags) == 2
 
 
+def test_the_readmes_picture_is_drawn_from_the_committed_results() -> None:
+    batch, context, transformers = draw(ROOT / "docs" / "results").axes
+    assert [text.get_text() for text in batch.texts] == ["6.5×", "5.7×", "3.9×", "3.2×", "2.2×"]
+    assert len(context.lines) == 2
+    assert "chat, H200" in [label.get_text() for label in transformers.get_yticklabels()]
+
+
 def test_the_committed_table_is_that_of_the_committed_runs() -> None:
-    pages = [str(ROOT / "docs" / "benchmarks.md"), str(ROOT / "README.md")]
-    assert headline(["--results", str(ROOT / "docs" / "results"), *pages, "--check"]) == 0
+    page = str(ROOT / "docs" / "benchmarks.md")
+    assert headline(["--results", str(ROOT / "docs" / "results"), page, "--check"]) == 0

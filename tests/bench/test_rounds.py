@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from benchmarks.rounds import CONTEXTS, GAMMAS, VARIANTS, measure_rounds, table
 from longspec import LongSpec
-from longspec.bench.rounds import CONTEXTS, GAMMAS, VARIANTS, measure_rounds, table
 
 
 def test_the_parts_of_a_chains_round(tiny: LongSpec) -> None:

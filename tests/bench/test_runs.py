@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 
 from longspec import LongSpec
-from longspec.bench.builtin import builtin_set, long_item
+from longspec.bench.catalogue import builtin_set, long_item
 from longspec.bench.exact import describe_difference, first_difference
 from longspec.bench.folder import read_run, row_key
-from longspec.bench.markdown import MAIN, cells
-from longspec.bench.report import page
+from longspec.bench.report import MAIN, cells, markdown, page
 from longspec.bench.summary import Spread, summarise
 from longspec.cli.main import main
 from longspec.cli.terminal import explained
 from tests.bench.rows import made_row, made_run
+from tests.cli.run import exit_code
 
-PROGRAM = (sys.executable, "-m", "longspec.cli.main")
+PROGRAM = (sys.executable, "-m", "longspec")
 BENCH = (*PROGRAM, "bench", "generate", "--max-new-tokens", "10", "--methods", "lookup")
 TIMES = {"prefill_seconds", "decode_seconds", "peak_memory", "memory_above_start", "load_average", "finished"}
 
@@ -62,7 +62,7 @@ def whole(prompts: Path, tiny_folder: Path, tmp_path_factory: pytest.TempPathFac
     done = run(*BENCH, *flags, "--target", str(tiny_folder), "--dtype", "float32", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("| lookup |") == 6
-    assert (folder / "speedup_by_context.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "speedup.png").read_bytes().startswith(b"\x89PNG")
     return folder
 
 
@@ -109,6 +109,21 @@ def test_a_run_that_was_killed_goes_on_and_has_the_same_rows(
     assert "max_new_tokens 10, and now it is 12" in capsys.readouterr().err
 
 
+def test_a_terminal_gets_a_table_and_no_promise_of_plots_that_are_not_there(
+    whole: Path, prompts: Path, tiny_folder: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    flags = ("--workload", str(prompts), "--temperature", "0,0.8", "--repeats", "2", "--output", str(whole))
+    command = [*BENCH[len(PROGRAM) :], *flags, "--target", str(tiny_folder), "--dtype", "float32"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr("longspec.bench.plots.can_draw", lambda: False)
+    assert main([*command, "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "│ some/all" in shown
+    assert "| --- |" not in shown
+    assert f"Rows are in {whole}" in shown.replace("\n", "")
+
+
 def test_a_full_disk_keeps_what_is_finished(prompts: Path, tiny_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "full"
     command = (*BENCH, "--workload", str(prompts), "--output", str(folder), "--target", str(tiny_folder))
@@ -137,8 +152,10 @@ def test_a_full_disk_keeps_what_is_finished(prompts: Path, tiny_folder: Path, tm
         (("--methods", "telepathy"), "method 'telepathy' is unknown"),
         (("--methods", "lookup:fast"), "'fast' is no size"),
         (("--methods", "tree"), "needs a draft"),
-        (("--temperature", "hot"), "--temperature is 'hot'"),
-        (("--baseline", "vllm"), "there is: hf"),
+        (("--methods", ""), "there are no methods"),
+        (("--temperature", "hot"), "'hot' is not a list of numbers"),
+        (("--temperature", "nan"), "temperatures are [nan]"),
+        (("--baseline", "vllm"), "invalid choice: 'vllm'"),
         (("--batch", "0"), "batch is 0"),
         (("--workload", "EMPTY"), "has no prompts"),
         (("--workload", "BAD"), "line 2: needs a text 'prompt'"),
@@ -154,8 +171,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
     files = {"EMPTY": str(tmp_path / "empty.jsonl"), "BAD": str(tmp_path / "bad.jsonl")}
     monkeypatch.chdir(tmp_path)
     arguments = ("--max-new-tokens", "10", "--target", str(tiny_folder), "--methods", "lookup")
-    code = main(["bench", "generate", *arguments, flags[0], files.get(flags[1], flags[1])])
-    assert code == 2
+    assert exit_code(["bench", "generate", *arguments, flags[0], files.get(flags[1], flags[1])]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert told in line
     assert not (tmp_path / "outputs").exists()
@@ -230,6 +246,11 @@ def test_the_page_has_the_numbers_of_the_json_and_escapes_every_word(whole: Path
         assert line[3].startswith(f"{one['tokens_per_second']['median']:.1f}")
         assert line[4].startswith(f"{one['speedup']['vanilla']['median']:.2f}")
         assert line[5] == f"{one['tau']:.2f}"
+    # One number sums it up, at the top; a title, a heading; each turn's answer under its own name.
+    ours = [one for one in summary if (one["method"], one["kind"]) == ("lookup", "all")]
+    best = max(one["speedup"]["vanilla"]["median"] for one in ours)
+    assert f'<h1>LongSpec: whole</h1>\n<div class="cards"><div class="card"><b>{best:.2f}×' in text
+    assert (text.count("<h1>"), text.count("<h2>")) == (1, 0)
     assert "script" not in shown.tags
     assert "http" not in text.replace("http-equiv", "")
     # A model may say anything, and so may the names in a file.
@@ -239,6 +260,13 @@ def test_the_page_has_the_numbers_of_the_json_and_escapes_every_word(whole: Path
     made.feed(page([(evil, made_run(command=evil), rows)], 4))
     assert not made.tags & {"script"}
     assert made.text.count("alert(1)") >= 4
+    assert "Answer of turn" not in made.text
+    rows[1] |= {"pieces": [["a"], ["b"]], "depths": [[1], [1]]}
+    text = page([("one", made_run(), rows), ("two", made_run(), rows)], 1)
+    assert text.index("Answer of turn 1") < text.index("Answer of turn 2")
+    assert (text.count("<h1>"), text.count("<h2>")) == (1, 2)
+    facts = made_run()["facts"] | {"repeats": 1}
+    assert "decoding alone, one repeat;" in markdown(summarise(rows), made_run(facts=facts))
 
 
 def test_figures_are_medians_of_repeats_and_ratios_within_one() -> None:

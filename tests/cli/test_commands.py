@@ -21,11 +21,11 @@ from longspec import LongSpec
 from longspec.bench.shapes import random_target, shape_named
 from longspec.cli.chat import _turn
 from longspec.cli.main import main
-from longspec.cli.terminal import printable
+from longspec.cli.terminal import figures, printable
 from longspec.config import DraftConfig
 from longspec.models.draft import GlideDraft
 
-PROGRAM = (sys.executable, "-m", "longspec.cli.main")
+PROGRAM = (sys.executable, "-m", "longspec")
 GENERATE = (*PROGRAM, "generate", "--temperature", "0", "--max-new-tokens", "12", "--method", "vanilla")
 pytestmark = pytest.mark.usefixtures("smollm2_folder")
 
@@ -84,7 +84,10 @@ BAD = {
     "missing gguf": (("--target", "./none.gguf", "Hi"), "none.gguf"),
     "missing file": (("--file", "none.txt"), "none.txt"),
     "both": (("--file", "none.txt", "Hi"), "not both"),
-    "method": (("--method", "magic", "Hi"), "'magic' is unknown"),
+    "method": (("--method", "magic", "Hi"), "'magic'"),
+    "words without quotes": (("hi", "there"), 'put it in quotes: "hi there"'),
+    "no number": (("--gamma", "x", "Hi"), "'x'"),
+    "misspelt flag": (("--gama", "3", "Hi"), "did you mean --gamma?"),
     "dtype": (("--dtype", "int3", "Hi"), "'int3' is unknown"),
     "device": (("--device", "cuda:7", "Hi"), "cuda:7"),
     "seed": (("--seed", "-1", "--target", "./none", "Hi"), "seed -1"),
@@ -93,7 +96,7 @@ BAD = {
     "escape sequence": (("--target", "./\x1b[31mnone", "Hi"), "␛[31mnone"),
     "revision": (("--revision", "v1", "Hi"), "leave out revision 'v1'"),
     "gamma": (("--method", "lookup", "--gamma", "0", "Hi"), "gamma is 0"),
-    "empty tree": (("--method", "tree", "--tree-shape", "", "Hi"), "tree_shape is []"),
+    "empty tree": (("--method", "tree", "--tree-shape", "", "Hi"), "tree_shape is ''"),
     "large tree": (("--method", "tree", "--tree-shape", "4,900", "Hi"), "905 nodes"),
     "compared as JSON": (("--compare", "--json", "Hi"), "--compare is for people"),
     "no draft": (("--method", "tree", "--draft", "none", "Hi"), "needs a draft"),
@@ -161,7 +164,7 @@ def test_whose_draft_it_is(smollm2_folder: Path, tmp_path: Path) -> None:
     warning, figures = result.stderr.strip().splitlines()
     assert warning.startswith("longspec: warning: the draft ")
     assert "my-tuned-model" in warning
-    assert "tree 2,2, tau 1." in figures
+    assert "tree:2x2, tau 1." in figures
 
 
 def test_no_network_for_the_default_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -203,7 +206,10 @@ def test_models_and_info() -> None:
     assert facts["parameters"] == 134_515_008
     assert facts["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 4
     assert facts["context_that_fits"] == 8192
-    text = run(*PROGRAM, "info", "--max-rows", "3", "--kv-memory", "1GB").stdout
+    assert facts["draft"] == "smollm2-135m"
+    text = run(*PROGRAM, "info", "--max-rows", "3", "--kv-memory", "1GB", "--device", "cpu").stdout
+    assert "with its draft" in text
+    assert "graphs" not in text, "rounds are not captured on a CPU"
     assert "135 million parameters" in text
     assert "answers up to 3 prompts at once" in text
 
@@ -230,7 +236,7 @@ def test_the_engines_size_is_given_and_methods_other_than_auto_measure_nothing(
     assert main(["generate", *flags]) == 0
     assert list((tmp_path / "calibration").iterdir())
     for flag, value, told in (
-        ("--max-rows", "0", "'0' is not a number of prompts"),
+        ("--max-rows", "0", "'0' is not a whole number of 1 or more"),
         ("--kv-memory", "much", "'much' is not a size like 8GB"),
     ):
         with pytest.raises(SystemExit, match="2"):
@@ -248,7 +254,7 @@ def test_streams_that_are_closed_or_know_only_ascii(tiny_folder: Path, tmp_path:
     # A conversation with nobody: the name comes as far as it can be written.
     chat = shell("<&-", "chat", *vanilla, PYTHONIOENCODING="ascii")
     assert chat.returncode == 0, chat.stderr
-    assert "mod?le: /reset" in chat.stdout
+    assert "mod?le: Enter sends" in chat.stdout
     nothing = shell("<&-", "generate", *vanilla)
     assert nothing.returncode == 2
     assert nothing.stderr == "longspec: error: the prompt is empty; give some text\n"
@@ -335,27 +341,109 @@ class Terminal:
             os.waitpid(self.pid, 0)
 
 
+# What a prompt that is ready for input sends last: it asks the terminal to mark what is pasted.
+READY = "\x1b[?2004h"
+PASTED = "\x1b[200~%s\x1b[201~"
+CHAT = (*PROGRAM, "chat", "--temperature", "0")
+# A terminal that does not answer questions about itself.
+TERMINAL = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+
+
 def test_chat_keeps_the_conversation_and_ctrl_c_stops_only_the_answer(
     smollm2_folder: Path, tmp_path: Path
 ) -> None:
-    chat = (*PROGRAM, "chat", "--target", str(smollm2_folder), "--temperature", "0", "--no-calibrate")
-    with Terminal(*chat, LONGSPEC_CACHE=str(tmp_path), TERM="dumb") as terminal:
-        terminal.wait_for("> ")
-        terminal.type("What is the capital of France?\n")
+    chat = (*CHAT, "--target", str(smollm2_folder), "--no-calibrate")
+    with Terminal(*chat, LONGSPEC_CACHE=str(tmp_path), **TERMINAL) as terminal:
+        terminal.wait_for(READY)
+        terminal.type("What is the capital of France?\r")
         assert "The capital of France is Paris." in terminal.wait_for("ended by eos]")
-        terminal.wait_for("> ")
-        terminal.type("Write a very long story about that city.\n")
-        terminal.wait_for("story about that city.")
+        terminal.wait_for(READY)
+        terminal.type("Write a very long story about that city.\r")
+        terminal.wait_for("\x1b[?2004l")
         terminal.wait_for(" the ")  # the answer has begun
         os.kill(terminal.pid, signal.SIGINT)
         terminal.wait_for("(stopped)")
-        terminal.wait_for("> ")
-        terminal.type("/nonsense\n")
+        terminal.wait_for(READY)
+        terminal.type("/nonsense\r")
         terminal.wait_for("/nonsense is unknown")
-        terminal.wait_for("> ")
-        terminal.type("/reset\n")
+        terminal.wait_for(READY)
+        terminal.type("/reset\r")
         terminal.wait_for("(a new conversation)")
-        terminal.wait_for("> ")
+        terminal.wait_for(READY)
+        terminal.type("\x03")
+        terminal.wait_for("(Ctrl-D leaves)")
+        terminal.wait_for(READY)
         terminal.type("\x04")
         assert terminal.exit_code() == 0
         assert "very long story" in (tmp_path / "chat_history").read_text()
+
+
+def test_chat_takes_what_is_pasted_as_one_question(tiny_folder: Path, tmp_path: Path) -> None:
+    chat = (*CHAT, "--target", str(tiny_folder), "--no-calibrate", "--max-new-tokens", "2", "--ignore-eos")
+    with Terminal(*chat, LONGSPEC_CACHE=str(tmp_path), **TERMINAL) as terminal:
+        terminal.wait_for(READY)
+        terminal.type(PASTED % "\n".join(f"line {number}" for number in range(121)) + "\r")
+        terminal.wait_for("ended by length]")
+        terminal.wait_for(READY)
+        terminal.type("first\x1b\rsecond\r")  # Alt-Enter
+        terminal.wait_for("ended by length]")
+        terminal.wait_for(READY)
+        terminal.type("\x1b[A\r")  # the last question again
+        terminal.wait_for("ended by length]")
+        terminal.wait_for(READY)
+        terminal.type("\x04")
+        assert terminal.exit_code() == 0
+    asked = (tmp_path / "chat_history").read_text()
+    assert asked.count("\n# ") == 2, "a question that is asked twice in a row is kept once"
+    assert asked.count("+line ") == 121
+    assert "+first\n+second\n" in asked
+
+
+def test_ctrl_c_while_auto_measures_stops_the_measuring_alone(smollm2_folder: Path, tmp_path: Path) -> None:
+    chat = (*CHAT, "--target", str(smollm2_folder), "--max-new-tokens", "12")
+    with Terminal(*chat, LONGSPEC_CACHE=str(tmp_path), **TERMINAL) as terminal:
+        terminal.wait_for("measuring this machine")
+        os.kill(terminal.pid, signal.SIGINT)
+        terminal.wait_for("(not measured")
+        terminal.wait_for(READY)
+        terminal.type("What is the capital of France?\r")
+        assert "The capital of France is Paris." in terminal.wait_for("ended by eos]")
+        terminal.wait_for(READY)
+        terminal.type("\x04")
+        assert terminal.exit_code() == 0
+    assert not (tmp_path / "calibration").exists()
+
+
+def test_chat_without_a_terminal_answers_line_by_line(tiny_folder: Path) -> None:
+    chat = (*CHAT, "--target", str(tiny_folder), "--no-calibrate", "--max-new-tokens", "2", "--ignore-eos")
+    result = run(*chat, text="one\n\ntwo\n/exit\nthree\n")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("ended by length]") == 2
+
+
+def test_figures_say_what_there_is_to_say(tiny: LongSpec) -> None:
+    one = figures(tiny.generate("Hi", max_new_tokens=1, method="lookup"))
+    assert one.startswith("[1 token; prompt of ")
+    assert "tau" not in one
+    greedy = figures(tiny.generate("Hi", max_new_tokens=9, method="lookup", eos_ids=()))
+    assert "(tokens per round)" in greedy
+    assert "seed" not in greedy
+    sampled = tiny.generate("Hi", max_new_tokens=9, method="vanilla", temperature=1.0, seed=7, eos_ids=())
+    assert "seed 7" in figures(sampled)
+
+
+def test_compare_says_what_it_is_doing(tiny_folder: Path) -> None:
+    options = ("--method", "lookup", "--gamma", "2", "--max-new-tokens", "9", "--ignore-eos")
+    result = run(*PROGRAM, "generate", "--target", str(tiny_folder), *options, "--compare", "Hi")
+    assert result.returncode == 0, result.stderr
+    _, doing, found = result.stderr.strip().splitlines()
+    assert doing == "[comparing: 2 more answers each by lookup and by vanilla]"
+    assert found.endswith("times as fast; the same answer]")
+
+
+def test_shells_complete_commands_and_flags() -> None:
+    script = run(*PROGRAM, "completion", "bash").stdout
+    ask = 'COMP_WORDS=(longspec generate --meth); COMP_CWORD=2; _shtab_longspec; echo "${COMPREPLY[@]}"'
+    # Outside a shell that is typed into there is no `complete`.
+    completed = run("bash", "-c", f"complete() {{ :; }}; compopt() {{ :; }}\n{script}\n{ask}")
+    assert completed.stdout.split() == ["--method"], completed.stderr

@@ -15,7 +15,7 @@ import pytest
 from longspec.cli.main import main
 from tests.data.test_prepare import same
 
-PROGRAM = (sys.executable, "-m", "longspec.cli.main", "data")
+PROGRAM = (sys.executable, "-m", "longspec", "data")
 COT = {"question": "1+1?", "reasoning": "One \x1b[31mand one.", "answer": "Two."}
 
 

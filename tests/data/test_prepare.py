@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from longspec.data import prepare as module
 from longspec.data import shards
-from longspec.data.prepare import Options, Summary, prepare
+from longspec.data.prepare import PrepareOptions, PrepareSummary, prepare
 from longspec.data.shards import Dataset, Role
 from longspec.errors import UserError
 
@@ -38,9 +38,11 @@ def lines(records: list[Any]) -> bytes:
     return b"".join(json.dumps(record).encode() + b"\n" for record in records)
 
 
-def make(target: Path, folder: Path, *inputs: Path, **more: Any) -> Summary:
+def make(target: Path, folder: Path, *inputs: Path, **more: Any) -> PrepareSummary:
     names = tuple(str(path) for path in inputs)
-    return prepare(Options(names, folder, str(target), **{"seq_length": 64, "shard_sequences": 20} | more))
+    return prepare(
+        PrepareOptions(names, folder, str(target), **{"seq_length": 64, "shard_sequences": 20} | more)
+    )
 
 
 def tokens(folder: Path) -> list[list[int]]:
@@ -224,7 +226,7 @@ def test_bad_records_late_keep_the_finished_shards(tiny_folder: Path, tmp_path: 
     assert same(tmp_path / "out", tmp_path / "unbroken")
 
 
-def die_at(number: int, when: str, options: Options) -> None:
+def die_at(number: int, when: str, options: PrepareOptions) -> None:
     """Prepare, but end without any warning before or after shard `number` is written, or after the last."""
     write = shards.write_shard
 
@@ -244,7 +246,7 @@ def die_at(number: int, when: str, options: Options) -> None:
 
 @pytest.mark.parametrize("pack", ["stream", "whole", "single"])
 def test_stopped_at_any_shard_it_goes_on(pack: str, plain: Path, tiny_folder: Path, tmp_path: Path) -> None:
-    options = Options(
+    options = PrepareOptions(
         (str(plain),),
         tmp_path / "out",
         str(tiny_folder),

@@ -23,26 +23,15 @@ from longspec.data.samples import Mix, Script
 from longspec.data.screen import Seen, is_repetitive, loop_start, signature
 from longspec.data.shards import Dataset, Role
 from longspec.data.synthesize import Request, synthesize
-from longspec.decoding.choose import Sampling
-from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.methods import VANILLA
+from longspec.decoding.sampling import Sampling
 from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 
-# What `longspec data synthesize ARGUMENTS` runs.
-PROGRAM = """
-import argparse, sys
-from longspec.cli import data_synthesize
-from longspec.errors import UserError
-parser = argparse.ArgumentParser()
-data_synthesize.add_arguments(parser)
-try: sys.exit(data_synthesize.run(parser.parse_args()))
-except UserError as error: sys.exit(f"error: {error}")
-"""
-
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-c", PROGRAM, *map(str, arguments)]
+    return [sys.executable, "-m", "longspec", "data", "synthesize", *map(str, arguments)]
 
 
 def texts(folder: Path, tokenizer: Any) -> list[tuple[str, str]]:
@@ -80,7 +69,7 @@ def test_rows_and_their_neighbours_change_nothing(tiny: LongSpec) -> None:
     for rows in (3, 16, 16):
         engine = make_engine(tiny.target, max_rows=rows, max_length=80)
         asked = [
-            Sequence(prompt, limit, Sampling(warm), n, ends, MethodOptions("vanilla"))
+            Sequence(prompt, limit, Sampling(warm), n, ends, VANILLA)
             for n, (prompt, limit, warm) in enumerate(zip(prompts, limits, temperatures, strict=True))
         ]
         orders.append([one.seed for one in engine.run_each(iter(asked))])

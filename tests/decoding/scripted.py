@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from longspec.attention import AttentionPlan
 from longspec.cache import Pages
 from longspec.config import DraftConfig, ModelConfig
-from longspec.decoding.choose import Sampling
-from longspec.decoding.methods.glide import Glide
-from longspec.decoding.methods.make import MethodOptions
-from longspec.decoding.round import Method, Models
+from longspec.decoding.accept import AcceptanceRule
+from longspec.decoding.methods import VANILLA, Choice, Seq, Tree
+from longspec.decoding.methods.drafted import Drafted
+from longspec.decoding.round import Models
+from longspec.decoding.sampling import Sampling
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 from longspec.engine.engine import Engine
@@ -34,25 +36,34 @@ SCRIPTS: dict[str, Script] = {
     "adversary": lambda row, place: False,
     "half": lambda row, place: (7 * row + 3 * place) % 5 in (0, 2),
 }
-VANILLA = MethodOptions("vanilla")
+_serials = itertools.count()
 
 
-class ScriptedGlide(Glide):
-    """Everything of `Glide` but the draft's judgement, which comes from the answers and the script."""
+@dataclass(frozen=True)
+class _Scripted(Drafted):
+    """Everything of a method but the draft's judgement, which comes from the answers and the script."""
 
-    def __init__(
-        self, draft: GlideDraft, answers: Answers, script: Script, shape: tuple[int, ...], **options: Any
-    ) -> None:
-        super().__init__(draft, shape, **options)
-        self._answers, self._script = answers, script
-        self.sizes: list[int] = []
-        """The nodes of each proposed tree."""
+    answers: Answers = field(default_factory=dict, kw_only=True, compare=False)
+    script: Script = field(default=SCRIPTS["oracle"], kw_only=True, compare=False)
+    sizes: list[int] = field(default_factory=list, kw_only=True, compare=False)
+    """The nodes of each proposed tree."""
+    serial: int = field(default_factory=_serials.__next__, kw_only=True)
 
     def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
-        head = _ScriptedHead(models.target, rows, self._answers, self._script)
+        head = _ScriptedHead(models.target, rows, self.answers, self.script)
         tree = super().propose(replace(models, head=head), rows, sampled)
         self.sizes.append(tree.num_nodes)
         return tree
+
+
+@dataclass(frozen=True)
+class ScriptedTree(_Scripted, Tree):
+    pass
+
+
+@dataclass(frozen=True)
+class ScriptedSeq(_Scripted, Seq):
+    pass
 
 
 class _ScriptedHead(DraftHead):
@@ -142,23 +153,25 @@ def logits_of(target: Transformer, text: list[int]) -> Tensor:
     return target.logits(pass_over(target, pages, tables, nothing, tokens))[0]
 
 
-def put_method(engine: Engine, options: MethodOptions, method: Method) -> MethodOptions:
-    """Have sequences with these options run this method."""
-    engine._methods[(options, False)] = method
-    return options
-
-
 def ask(
     engine: Engine,
     prompts: Sequence[list[int]],
-    options: MethodOptions = VANILLA,
+    method: Choice = VANILLA,
     sampling: Sampling | None = None,
     seed: int = 0,
     new: int = 24,
+    acceptance: AcceptanceRule = "coupled",
 ) -> list[Asked]:
     """Answer all prompts together; each sequence ends a little earlier than the one before."""
     asked = [
-        Asked(list(prompt), new - 3 * index, sampling or Sampling(), seed + index, options=options)
+        Asked(
+            list(prompt),
+            new - 3 * index,
+            sampling or Sampling(),
+            seed + index,
+            method=method,
+            acceptance=acceptance,
+        )
         for index, prompt in enumerate(prompts)
     ]
     engine.run(asked)

@@ -18,7 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from longspec.decoding.choose import Sampling, SamplingRows, choose, filtered, gumbel, hash_bits
+from longspec.decoding.choose import SamplingRows, choose, filtered, gumbel, hash_bits
+from longspec.decoding.sampling import Sampling
 from longspec.errors import UserError
 
 UNLIKELY = 1e-4  # a correct sampler fails one such test in ten thousand; the seeds here are fixed

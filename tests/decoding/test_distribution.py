@@ -13,8 +13,9 @@ from torch import Tensor
 
 from longspec.attention.reference import ReferenceAttention
 from longspec.decoding import rejection
-from longspec.decoding.choose import Sampling, SamplingRows, filtered
-from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.choose import SamplingRows, filtered
+from longspec.decoding.methods import Lookup, MagicDec, Method, Seq, Tree, glide
+from longspec.decoding.sampling import Sampling
 from longspec.decoding.tree import TokenTree
 from longspec.engine.engine import Engine
 from longspec.engine.fill import Segments, finish_prompts
@@ -36,12 +37,12 @@ def engine_of(max_rows: int) -> Engine:
     return tiny_engine(target, draft, max_length=16, max_rows=max_rows, num_pages=8 * max_rows, page_size=4)
 
 
-def samples(options: MethodOptions, count: int = SAMPLES, batch: int = ROWS) -> Tensor:
+def samples(asked: Method, draws: bool = True, count: int = SAMPLES, batch: int = ROWS) -> Tensor:
     """Answers of PLACES tokens each, to one prompt, under as many seeds: by the engine's rounds, but with the
     prompts of all rows computed in one pass."""
     engine, found = engine_of(batch), []
     device, models = engine.device, engine.models
-    method = engine._method((options, options.acceptance == "rejection"))
+    method = engine._fitted(asked, draws)
     pages = [[*range(1 + 8 * row, 9 + 8 * row)] for row in range(batch)]
     work = Segments.empty(batch, device._fill_tables)
     for part, values in ((work.slots, range(batch)), (work.goals, range(batch)), (work.counts, [5] * batch)):
@@ -63,7 +64,7 @@ def samples(options: MethodOptions, count: int = SAMPLES, batch: int = ROWS) -> 
             hidden = pass_over(models.target, models.pages, tables, lengths, tokens)
             finish_prompts(models, device.slots, work, hidden[:, -1], True)
             while bool(device.slots.running.any()):
-                device.round("sampled", method, batch, [True] * batch, True)
+                device.round(method, batch, [True] * batch, True)
             found.append(device.slots.text[:batch, len(PROMPT) : len(PROMPT) + PLACES].clone())
     return torch.cat(found)
 
@@ -104,33 +105,33 @@ def p_values(answers: Tensor) -> list[float]:
     return values
 
 
-METHODS: dict[str, dict[str, Any]] = {
-    "chain": {"method": "seq", "gamma": 2},
-    "tree": {"method": "tree", "tree_shape": (2, 4)},
-    "magicdec": {"method": "magicdec", "gamma": 2, "sinks": 1, "window": 2},
-    "lookup": {"method": "lookup", "gamma": 2, "max_ngram": 1},
+METHODS: dict[str, Method] = {
+    "chain": Seq(2),
+    "tree": Tree((2, 4)),
+    "magicdec": MagicDec(2, sinks=1, window=2),
+    "lookup": Lookup(2, max_ngram=1),
 }
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("name", METHODS)
 def test_the_targets_distribution_is_kept(name: str, acceptance: str) -> None:
-    answers = samples(MethodOptions(**METHODS[name], acceptance=acceptance))
+    answers = samples(METHODS[name], acceptance == "rejection")
     assert min(p_values(answers)) > UNLIKELY
 
 
 @pytest.mark.full
 def test_a_chain_that_doubt_ends_keeps_the_distribution() -> None:
     """One row at a time, for rows of a batch take each other along."""
-    options = MethodOptions("seq", gamma=2, min_confidence=0.4, acceptance="rejection")
-    assert min(p_values(samples(options, 3_000, 1))) > UNLIKELY
+    method = Seq(2, min_confidence=0.4)
+    assert min(p_values(samples(method, count=3_000, batch=1))) > UNLIKELY
 
 
 @pytest.mark.parametrize("name", ["chain", "tree"])
 def test_a_wrong_rule_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing the bonus from p instead of from what p has become is the classic mistake."""
     monkeypatch.setattr(rejection, "residual", lambda p, q, token: p)
-    answers = samples(MethodOptions(**METHODS[name], acceptance="rejection"))
+    answers = samples(METHODS[name])
     assert min(p_values(answers)) < UNLIKELY
 
 
@@ -187,19 +188,21 @@ def test_every_outcome_of_a_toy_tree_adds_up_to_the_target(num_children: int, se
 
 
 @pytest.mark.parametrize(("shape", "max_nodes"), [((4, 2), None), ((4, 8), 3)])
-def test_a_drawn_tree_is_no_larger_than_it_says(shape: tuple[int, ...], max_nodes: int | None) -> None:
+def test_a_drawn_tree_is_no_larger_than_it_says(
+    shape: tuple[int, ...], max_nodes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There is just so much room behind the text; and none of what was drawn may be pruned."""
     target = tiny_target(vocab_size=40)
     engine = tiny_engine(target, tiny_draft(target))
-    options = MethodOptions("tree", tree_shape=shape, max_nodes=max_nodes, acceptance="rejection")
-    method = engine._method((options, True))
-    sizes, propose = [], method.propose
+    sizes, propose = [], glide.propose
 
     def noting(*args: Any) -> TokenTree:
-        sizes.append(propose(*args).num_nodes)
-        return propose(*args)
+        tree = propose(*args)
+        sizes.append(tree.num_nodes)
+        return tree
 
-    method.propose = noting  # type: ignore[method-assign, assignment]
-    engine.run([Sequence([1, 2, 3], 9, Sampling(0.8), options=options)])
-    assert set(sizes) == {method.num_nodes}
-    assert method.num_nodes > sum(shape[:1])
+    monkeypatch.setattr(glide, "propose", noting)
+    tree = Tree(shape, max_nodes)
+    engine.run([Sequence([1, 2, 3], 9, Sampling(0.8), method=tree, acceptance="rejection")])
+    assert set(sizes) == {engine._fitted(tree, draws=True).num_nodes}
+    assert sizes[0] > sum(shape[:1])

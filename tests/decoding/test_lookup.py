@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspec.decoding.lookup import LEAST, MOST, find, graft
-from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.lookup import MAX_RUN, MIN_RUN, find, graft
+from longspec.decoding.methods import Lookup, Tree
 from longspec.decoding.tree import TokenTree
 from tests.decoding.scripted import ask, tiny_draft, tiny_engine, tiny_target
 
@@ -22,7 +22,7 @@ def text_of(*rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def found_slowly(text: list[int]) -> tuple[int, int]:
     """Run by run, the longest first, from the end back."""
-    for run in range(min(MOST, len(text) - 1), LEAST - 1, -1):
+    for run in range(min(MAX_RUN, len(text) - 1), MIN_RUN - 1, -1):
         for place in range(len(text) - 1, run - 1, -1):
             if text[place - run : place] == text[-run:]:
                 return run, place
@@ -73,12 +73,12 @@ def test_repetition_is_accepted_in_long_runs(max_nodes: int | None) -> None:
         ask(
             engine,
             prompts,
-            MethodOptions("tree", tree_shape=(2, 2), max_nodes=max_nodes, num_copied=n),
+            Tree(tree_shape=(2, 2), max_nodes=max_nodes, num_lookup=n),
             new=120,
         )[0]
         for n in (0, 10)
     )
-    (lookup,) = ask(engine, prompts, MethodOptions("lookup", gamma=10), new=120)
+    (lookup,) = ask(engine, prompts, Lookup(gamma=10), new=120)
     assert vanilla.tokens == without.tokens == branch.tokens == lookup.tokens
     assert max(without.depths) <= 2
     assert max(branch.depths) >= 9

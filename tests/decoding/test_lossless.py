@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,9 @@ from longspec import Generation, LongSpec, UserError
 from longspec.api import prepare_draft
 from longspec.cache import DraftRing
 from longspec.config import DraftConfig
-from longspec.decoding.choose import Sampling
-from longspec.decoding.methods import glide
-from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.methods import VANILLA, Lookup, MagicDec, Method, Tree, glide
 from longspec.decoding.round import Models
+from longspec.decoding.sampling import Sampling
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 from longspec.engine.engine import Engine
@@ -28,13 +28,12 @@ from longspec.engine.sequence import Sequence
 from longspec.models.draft import GlideDraft
 from tests.decoding.scripted import (
     SCRIPTS,
-    VANILLA,
     Answers,
     Script,
-    ScriptedGlide,
+    ScriptedSeq,
+    ScriptedTree,
     answers_of,
     ask,
-    put_method,
     tiny_draft,
     tiny_engine,
     tiny_target,
@@ -77,27 +76,14 @@ def large(_loaded: LongSpec) -> Engine:
 _VANILLA: dict[Any, list[Sequence]] = {}
 
 
-def scripted(
-    engine: Engine, answers: Answers, script: Script, shape: tuple[int, ...], **options: Any
-) -> MethodOptions:
-    """Have the engine run a draft that follows the script."""
-    assert engine.models.draft is not None
-    method = ScriptedGlide(engine.models.draft, answers, script, shape, **options)
-    chosen = MethodOptions("tree", tree_shape=shape, max_nodes=options.get("max_nodes"))
-    return put_method(engine, chosen, method)
-
-
-def options_for(
-    engine: Engine, kind: str, shape: tuple[int, ...], max_nodes: int | None, answers: Answers
-) -> MethodOptions:
+def method_for(kind: str, shape: tuple[int, ...], max_nodes: int | None, answers: Answers) -> Method:
     if kind in SCRIPTS:
-        return scripted(engine, answers, SCRIPTS[kind], shape, max_nodes=max_nodes)
+        return ScriptedTree(shape, max_nodes, answers=answers, script=SCRIPTS[kind])
     if kind == "random":
-        engine._methods.clear()
-        return MethodOptions("tree", tree_shape=shape, max_nodes=max_nodes)
+        return Tree(shape, max_nodes)
     if kind == "lookup":
-        return MethodOptions("lookup", gamma=len(shape))
-    return MethodOptions("magicdec", gamma=len(shape), sinks=4, window=4000 if "whole" in kind else 24)
+        return Lookup(len(shape))
+    return MagicDec(len(shape), sinks=4, window=4000 if "whole" in kind else 24)
 
 
 def check(model: LongSpec, engine: Engine, combination: tuple[str, str, int, str, int]) -> None:
@@ -108,8 +94,8 @@ def check(model: LongSpec, engine: Engine, combination: tuple[str, str, int, str
         _VANILLA[key] = ask(engine, prompts, VANILLA, sampling, seed, NEW)
     expected, depth = _VANILLA[key], len(SHAPES[shape])
     most = 12 if shape == "pruned" else None
-    options = options_for(engine, kind, SHAPES[shape], most, answers_of(expected))
-    asked = ask(engine, prompts, options, sampling, seed, NEW)
+    method = method_for(kind, SHAPES[shape], most, answers_of(expected))
+    asked = ask(engine, prompts, method, sampling, seed, NEW)
     assert [one.tokens for one in asked] == [one.tokens for one in expected]
     for one in asked:
         check_figures(one)
@@ -162,10 +148,10 @@ def test_an_end_inside_an_accepted_path_ends_the_row_there(smollm2: LongSpec, la
     eos = whole[0].tokens.index(2)  # "The capital of France is Paris." and then the end
     assert eos % 5 not in (0, 4), "or it would not lie inside a path"
     countdown = iter([False] * 7 + [True])
-    options = scripted(large, answers_of(whole), SCRIPTS["oracle"], (1, 1, 1, 1))
+    method = ScriptedTree((1, 1, 1, 1), answers=answers_of(whole))
     asked = [
-        Sequence(prompts[0], 24, seed=50, eos_ids=frozenset({2}), options=options),
-        Sequence(prompts[1], 24, seed=51, options=options, stop_after=lambda token: next(countdown)),
+        Sequence(prompts[0], 24, seed=50, eos_ids=frozenset({2}), method=method),
+        Sequence(prompts[1], 24, seed=51, method=method, stop_after=lambda token: next(countdown)),
     ]
     large.run(asked)
     assert (asked[0].tokens, asked[0].finish_reason) == (whole[0].tokens[: eos + 1], "eos")
@@ -201,7 +187,7 @@ def test_a_random_draft_changes_nothing(drafting: LongSpec, options: dict[str, A
         {"method": "seq", "gamma": 6, "min_confidence": 0.01},
         {"method": "tree"},
         {"method": "tree", "max_nodes": 9},
-        {"method": "tree", "max_nodes": 24, "num_copied": 12},
+        {"method": "tree", "max_nodes": 24, "num_lookup": 12},
     ]
     for method in methods:
         drafting.reset()
@@ -241,25 +227,27 @@ def test_a_long_prompt_is_lossless_and_the_drafts_memory_flat(drafting: LongSpec
     assert ring.num_bytes == 3 * DraftRing.size_of(config, draft.config, num_nodes, torch.float32)
 
 
-class RandomTrees:
+@dataclass(frozen=True)
+class RandomTrees(Method):
     """Proposes any trees at all, with the right tokens sprinkled in."""
 
-    name, num_nodes, depth = "random", 12, 11
-    tree_shape: tuple[int, ...] | None = None
-    drafts = draws = False
+    name = "random"
 
-    def __init__(self, answers: Answers, seed: int) -> None:
-        self._answers = answers
-        self._generator = torch.Generator().manual_seed(seed)
+    answers: Answers = field(default_factory=dict, compare=False)
+    generator: torch.Generator = field(default_factory=torch.Generator, compare=False)
+
+    @property
+    def num_nodes(self) -> int:
+        return 12
 
     def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
-        B, g = rows.num_rows, self._generator
+        B, g = rows.num_rows, self.generator
         N = int(torch.randint(1, self.num_nodes + 1, (), generator=g))
         parents = torch.zeros(B, N, dtype=torch.int64)
         tokens = torch.randint(models.target.config.vocab_size, (B, N), generator=g)
         tokens[:, 0] = rows.roots
         for row, (seed, length) in enumerate(zip(rows.seeds.tolist(), rows.lengths.tolist(), strict=True)):
-            num_prompt, answer = self._answers.get(seed, (0, []))
+            num_prompt, answer = self.answers.get(seed, (0, []))
             depths = [0] * N
             for node in range(1, N):
                 parents[row, node] = torch.randint(node, (), generator=g)
@@ -290,17 +278,17 @@ def test_any_tree_of_any_shape_on_a_tiny_model(
     run = partial(ask, engine, prompts, sampling=TEMPERATURES[temperature], seed=seed)
     expected = run(VANILLA)
     answers = answers_of(expected)
-    doubting = ScriptedGlide(draft, answers, SCRIPTS[script], (1,) * len(shape), min_confidence=0.3)
+    script_of: dict[str, Any] = {"answers": answers, "script": SCRIPTS[script]}
     methods = [
-        scripted(engine, answers, SCRIPTS[script], tuple(shape), max_nodes=max_nodes),
-        put_method(engine, MethodOptions("seq", gamma=len(shape)), doubting),
-        put_method(engine, MethodOptions("tree", num_copied=1), RandomTrees(answers, seed)),
-        MethodOptions("magicdec", gamma=len(shape), sinks=seed % 3, window=1 + seed % 7),
-        MethodOptions("lookup", gamma=len(shape), max_ngram=1),
+        ScriptedTree(tuple(shape), max_nodes, **script_of),
+        ScriptedSeq(len(shape), min_confidence=0.3, **script_of),
+        RandomTrees(answers, torch.Generator().manual_seed(seed)),
+        MagicDec(gamma=len(shape), sinks=seed % 3, window=1 + seed % 7),
+        Lookup(gamma=len(shape), max_ngram=1),
     ]
-    for options in methods:
-        asked = run(options)
-        assert [one.tokens for one in asked] == [one.tokens for one in expected], options
+    for method in methods:
+        asked = run(method)
+        assert [one.tokens for one in asked] == [one.tokens for one in expected], method
         for one in asked:
             check_figures(one)
 
@@ -310,8 +298,6 @@ def test_a_chain_ends_where_the_draft_doubts(temperature: str) -> None:
     """Behind the first token that it does not know; rows that go on take the others along."""
     target = tiny_target(4, vocab_size=4000)
     engine = tiny_engine(target, tiny_draft(target))
-    draft = engine.models.draft
-    assert draft is not None
     run = partial(ask, engine, [[1, 2, 3], [4, 5]], sampling=TEMPERATURES[temperature], seed=0, new=40)
     expected = run(VANILLA)
     scripts: dict[str, Script] = {
@@ -321,11 +307,10 @@ def test_a_chain_ends_where_the_draft_doubts(temperature: str) -> None:
         "at times": lambda row, place: place % 7 not in (2, 5),
     }
     drafted: dict[str, list[int]] = {}
-    options = MethodOptions("seq", gamma=5)
     for name, script in scripts.items():
-        plain = run(put_method(engine, options, ScriptedGlide(draft, answers_of(expected), script, (1,) * 5)))
-        method = ScriptedGlide(draft, answers_of(expected), script, (1,) * 5, min_confidence=0.99)
-        asked = run(put_method(engine, options, method))
+        plain = run(ScriptedSeq(5, answers=answers_of(expected), script=script))
+        method = ScriptedSeq(5, min_confidence=0.99, answers=answers_of(expected), script=script)
+        asked = run(method)
         assert [one.tokens for one in asked] == [one.tokens for one in expected]
         assert [one.depths for one in asked] == [one.depths for one in plain], "only what is wrong is missing"
         drafted[name] = method.sizes
@@ -341,18 +326,18 @@ def test_a_row_that_ends_early_keeps_within_its_room(kind: str) -> None:
     target = tiny_target(vocab_size=40)
     engine = tiny_engine(target, tiny_draft(target, max_lag=8), max_length=44, page_size=4)
 
-    def asked(options: MethodOptions) -> list[Sequence]:
-        long = Sequence([1, 2, 3] * 14, 2, seed=1, options=options)
-        return [long, Sequence([4, 5], 42, seed=2, options=options)]
+    def asked(method: Method) -> list[Sequence]:
+        long = Sequence([1, 2, 3] * 14, 2, seed=1, method=method)
+        return [long, Sequence([4, 5], 42, seed=2, method=method)]
 
     expected = asked(VANILLA)
     engine.run(expected)
     answers = answers_of(expected)
     shapes = {"chain": (1,) * 8, "tree": (2, 4, 4, 4, 2, 2)}
-    options = MethodOptions("magicdec", gamma=8, sinks=0, window=100)
+    method: Method = MagicDec(gamma=8, sinks=0, window=100)
     if kind in shapes:
-        options = scripted(engine, answers, SCRIPTS["oracle"], shapes[kind])
-    found = asked(options)
+        method = ScriptedTree(shapes[kind], answers=answers)
+    found = asked(method)
     engine.run(found)
     assert [one.tokens for one in found] == [one.tokens for one in expected]
 
@@ -370,7 +355,7 @@ def test_a_chain_proposes_what_a_tree_one_node_wide_does(
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7], [8] * 30]
     run = partial(ask, engine, prompts, sampling=Sampling(temperature), new=40)
     expected = run(VANILLA)
-    chain = run(MethodOptions("seq", gamma=5, max_nodes=max_nodes))
+    chain = run(Tree((1,) * 5, max_nodes))
 
     class AsTree(glide._PlainDrafting):
         def __post_init__(self) -> None:
@@ -378,7 +363,7 @@ def test_a_chain_proposes_what_a_tree_one_node_wide_does(
             super().__post_init__()
 
     monkeypatch.setattr(glide, "_PlainDrafting", AsTree)
-    as_tree = run(MethodOptions("seq", gamma=5, max_nodes=max_nodes))
+    as_tree = run(Tree((1,) * 5, max_nodes))
     for one, other, truth in zip(chain, as_tree, expected, strict=True):
         assert one.tokens == other.tokens == truth.tokens
         assert one.depths == other.depths
@@ -390,16 +375,18 @@ def test_a_chain_proposes_what_a_tree_one_node_wide_does(
     ("options", "named"),
     [
         ({"method": "seq", "gamma": 0}, "gamma is 0"),
-        ({"method": "tree", "tree_shape": ()}, "tree_shape is"),
-        ({"method": "tree", "tree_shape": (4, 0)}, "tree_shape is"),
+        ({"method": "tree", "tree_shape": ()}, "tree_shape is empty"),
+        ({"method": "tree", "tree_shape": (4, 0)}, r"tree_shape is \[4, 0\]"),
         ({"method": "tree", "tree_shape": (600,)}, "601 nodes"),
         ({"method": "tree", "tree_shape": (1,) * 9}, "a depth of 9"),
         ({"method": "tree", "max_nodes": 1}, "max_nodes is 1"),
-        ({"method": "tree", "num_copied": 65}, "num_copied is 65"),
+        ({"method": "tree", "num_lookup": 65}, "num_lookup is 65"),
         ({"method": "seq", "min_confidence": 1.5}, "min_confidence is 1.5"),
         ({"method": "seq", "min_confidence": "high"}, "min_confidence is 'high'"),
         ({"method": "magicdec", "window": 0}, "window is 0"),
         ({"method": "seq", "acceptance": "hopeful"}, "'hopeful' is unknown"),
+        ({"method": "best"}, "'best' is unknown; there are: auto, "),
+        ({"gamma": 3}, "method 'auto' has no option 'gamma'; it is an option of .*seq"),
     ],
 )
 def test_bad_method_options_are_named(drafting: LongSpec, options: dict[str, Any], named: str) -> None:

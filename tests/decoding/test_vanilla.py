@@ -70,7 +70,7 @@ def test_figures_add_up(smollm2: LongSpec) -> None:
     assert 0 < result.prefill_seconds < result.seconds
     assert set(result.to_json()) == {
         *("text", "tokens", "prompt_tokens", "rounds", "tau", "accepted_by_depth", "seconds"),
-        *("tokens_per_second", "method", "tree_shape", "max_nodes", "num_copied", "seed", "finish_reason"),
+        *("tokens_per_second", "method", "label", "tree_shape", "seed", "finish_reason"),
         *("target", "draft", "device", "dtype"),
     }
 

@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 
 from longspec import LongSpec
-from longspec.decoding.choose import Sampling
-from longspec.decoding.expected import gain, num_nodes
-from longspec.decoding.methods.make import MethodOptions
-from longspec.engine.auto import VANILLA, Outlook, Policy, candidates
-from longspec.engine.costs import Costs, Times, known_costs, measure, on_line, places
+from longspec.decoding.methods import VANILLA, Auto, Lookup, Method, Seq, Tree
+from longspec.decoding.sampling import Sampling
+from longspec.engine.auto import Outlook, Policy, candidates
+from longspec.engine.costs import Costs, Times, interpolate, known_costs, measure, timed_sizes
 from longspec.engine.engine import Engine
 from tests.decoding.scripted import (
     SCRIPTS,
-    ScriptedGlide,
+    ScriptedSeq,
     answers_of,
     ask,
     tiny_draft,
@@ -30,7 +29,10 @@ from tests.decoding.scripted import (
 )
 
 ACCEPTANCE = {"chain": [0.8, 0.6, 0.4, 0.3], "trees": {"4,8": [0.9, 0.7]}}
-AUTO = MethodOptions("auto")
+AUTO = Auto()
+DOUBT = ":min_confidence=0.2"
+"""What `auto` adds to chains."""
+SEQ = Seq(2, min_confidence=0.2)
 
 
 def policy(
@@ -41,50 +43,48 @@ def policy(
 ) -> Policy:
     """By measurements of one row in vanilla steps; what is not named costs far too much."""
     draft = tiny_draft(tiny_target(), max_lag=4) if drafting else None
-    options = candidates(draft, acceptance, fused)
-    times = {name: {1: [(256, ratios.get(name, 99.0))]} for name in options}
-    return Policy(options, acceptance, Costs({"vanilla": {1: [(256, 1.0)]}, **times}, options))
+    methods = candidates(draft, acceptance, fused)
+    assert set(ratios) <= {one.label.removesuffix(DOUBT) for one in methods}
+    times = {one.label: {1: [(256, ratios.get(one.label.removesuffix(DOUBT), 99.0))]} for one in methods}
+    return Policy(methods, acceptance, Costs({"vanilla": {1: [(256, 1.0)]}, **times}, methods))
 
 
-def pick(made: Policy, match: bool = False, **changes: Any) -> MethodOptions:
+def pick(made: Policy, match: bool = False, **changes: Any) -> Method:
     return made.pick([Outlook(0.0)], [match], **{"num_rows": 1, "context": 300} | changes)
 
 
 def test_the_best_gain_for_its_cost_is_picked() -> None:
-    assert gain(MethodOptions("seq", gamma=2), ACCEPTANCE) == pytest.approx(2.4)
-    assert gain(MethodOptions("tree", tree_shape=(4, 8)), ACCEPTANCE) == pytest.approx(2.6)
-    ratios = {"seq 1": 1.1, "seq 2": 1.2, "seq 3": 1.5, "lookup 2": 1.1}
-    options = pick(policy(ratios))
-    assert (options.method, options.gamma, options.min_confidence) == ("seq", 2, 0.2)
-    assert pick(policy(ratios | {"tree 4,8": 1.25})).tree_shape == (4, 8)
-    assert pick(policy(ratios | {"tree 4,8": 1.25}), max_nodes=4).method == "seq"
+    assert Seq(gamma=2).gain(ACCEPTANCE) == pytest.approx(2.4)
+    assert Tree(tree_shape=(4, 8)).gain(ACCEPTANCE) == pytest.approx(2.6)
+    ratios = {"seq:1": 1.1, "seq:2": 1.2, "seq:3": 1.5, "lookup:2": 1.1}
+    assert pick(policy(ratios)) == SEQ
+    assert pick(policy(ratios | {"tree:4x8": 1.25})) == Tree((4, 8))
+    assert pick(policy(ratios | {"tree:4x8": 1.25}), max_nodes=4) == SEQ
 
 
 def test_lookup_comes_before_drafting_where_there_is_a_match() -> None:
-    ratios = {"seq 2": 1.2, "lookup 2": 1.1, "lookup 4": 1.2, "lookup 7": 2.7}
-    assert pick(policy(ratios)).method == "seq"
-    found = pick(policy(ratios), match=True)
-    assert (found.method, found.gamma) == ("lookup", 4)
+    ratios = {"seq:2": 1.2, "lookup:2": 1.1, "lookup:4": 1.2, "lookup:7": 2.7}
+    assert pick(policy(ratios)).name == "seq"
+    assert pick(policy(ratios), match=True) == Lookup(4)
     both = policy(ratios).pick([Outlook(0.0)] * 2, [True, False], 1, 300)
-    assert both.method == "seq", "the other has nothing to look up"
+    assert both.name == "seq", "the other has nothing to look up"
 
 
 def test_what_would_lose_is_not_picked() -> None:
-    dear = {"seq 1": 2.0, "seq 2": 2.9, "lookup 2": 1.2}
+    dear = {"seq:1": 2.0, "seq:2": 2.9, "lookup:2": 1.2}
     assert pick(policy(dear)) == VANILLA
-    assert pick(policy(dear), match=True).method == "lookup"
-    assert pick(policy({"lookup 2": 1.1}, drafting=False), match=True).method == "lookup"
-    assert pick(policy({"seq 2": 2.38})) == VANILLA, "a gain within what timing can tell is none"
+    assert pick(policy(dear), match=True).name == "lookup"
+    assert pick(policy({"lookup:2": 1.1}, drafting=False), match=True).name == "lookup"
+    assert pick(policy({"seq:2": 2.38})) == VANILLA, "a gain within what timing can tell is none"
 
 
 def test_an_outlook_follows_what_is_observed_and_comes_back() -> None:
-    made = policy({"seq 2": 1.2})
-    seq = made.options["seq 2"]
+    made = policy({"seq:2": 1.2})
     outlook = Outlook(0.0)
-    assert outlook.expects("draft", made.gain(seq)) == pytest.approx(2.4)
+    assert outlook.expects("draft", made.gain(SEQ)) == pytest.approx(2.4)
     assert Outlook(0.7).expects("draft", 2.4) < 2.1, "a temperature makes drafts worse"
     for _ in range(40):
-        made.learn(outlook, seq, 1, None)
+        made.learn(outlook, SEQ, 1, None)
     assert outlook.expects("draft", 2.4) < 1.05
     assert made.pick([outlook], [False], 1, 300) == VANILLA
     rounds = 0
@@ -93,36 +93,35 @@ def test_an_outlook_follows_what_is_observed_and_comes_back() -> None:
         rounds += 1
     assert 20 < rounds < 200, "what lost is tried again, but not soon"
     for _ in range(40):
-        made.learn(outlook, seq, 3, None)
+        made.learn(outlook, SEQ, 3, None)
     assert outlook.expects("draft", 2.4) > 2.5
     # Lookup is judged by the rounds in which there was something to look up.
-    lookup = made.options["lookup 2"]
     for match in (False, True):
         before = outlook.expects("lookup", 2.0)
-        made.learn(outlook, lookup, 1, match)
+        made.learn(outlook, Lookup(2), 1, match)
         assert (outlook.expects("lookup", 2.0) < before) == match
 
 
 def test_rows_decide_together() -> None:
-    made, good, bad = policy({"seq 2": 1.5}), Outlook(0.0), Outlook(0.0)
+    made, good, bad = policy({"seq:2": 1.5}), Outlook(0.0), Outlook(0.0)
     for _ in range(40):
-        made.learn(bad, made.options["seq 2"], 1, None)
-    assert made.pick([good], [False], 1, 300).method == "seq"
-    assert made.pick([good, good, bad], [False] * 3, 1, 300).method == "seq"
+        made.learn(bad, SEQ, 1, None)
+    assert made.pick([good], [False], 1, 300).name == "seq"
+    assert made.pick([good, good, bad], [False] * 3, 1, 300).name == "seq"
     assert made.pick([good, bad, bad], [False] * 3, 1, 300) == VANILLA
 
 
 def test_an_unmeasured_draft_is_assumed_to_be_middling() -> None:
-    assert gain(MethodOptions("seq", gamma=2), {}) == pytest.approx(1 + 0.6 + 0.36)
-    assert pick(policy({"seq 2": 1.2}, acceptance={})).method == "seq"
+    assert Seq(gamma=2).gain({}) == pytest.approx(1 + 0.6 + 0.36)
+    assert pick(policy({"seq:2": 1.2}, acceptance={})).name == "seq"
 
 
 def test_what_was_not_measured_follows_from_what_was() -> None:
     def tree(nodes: int, acceptance: dict[str, Any], depth: int = 4) -> float:
-        return gain(MethodOptions("tree", tree_shape=(4, 16, 16, 16)[:depth], max_nodes=nodes), acceptance)
+        return Tree((4, 16, 16, 16)[:depth], nodes).gain(acceptance)
 
     chain = {"chain": [0.7, 0.49]}
-    alone = gain(MethodOptions("seq", gamma=4), chain)
+    alone = Seq(gamma=4).gain(chain)
     assert alone == pytest.approx(sum(0.7**power for power in range(5)))
     assert tree(5, chain) == pytest.approx(alone), "as many nodes as a chain"
     assert alone < tree(8, chain) < tree(16, chain) < tree(53, chain) < 5
@@ -139,14 +138,14 @@ def test_what_was_not_measured_follows_from_what_was() -> None:
 def test_fewer_nodes_as_the_context_and_the_rows_grow() -> None:
     draft = tiny_draft(tiny_target(), max_lag=8)
     acceptance = {"chain": [0.7, 0.5, 0.36, 0.25]}
-    options = candidates(draft, acceptance, fused=True)
-    assert list(options) == [
-        "tree 4,4,4,4/8",
-        "tree 4,8,8,8,8/16",
-        "tree 4,16,16,16,16,16/32",
-        "tree 4,16,16,16,16,16,16,16/64",
+    methods = candidates(draft, acceptance, fused=True)
+    assert [one.label for one in methods] == [
+        "tree:4x4x4x4@8+12",
+        "tree:4x8x8x8x8@16+12",
+        "tree:4x16x16x16x16x16@32+12",
+        "tree:4x16x16x16x16x16x16x16@64+12",
     ]
-    sizes = {"vanilla": (1, 0)} | {n: (num_nodes(one), len(one.tree_shape)) for n, one in options.items()}
+    sizes = {one.label: (one.num_nodes, len(one.shape or ())) for one in (VANILLA, *methods)}
     # Milliseconds: what reading the weights takes, and what follows the nodes.
     times: Times = {
         name: {
@@ -158,10 +157,10 @@ def test_fewer_nodes_as_the_context_and_the_rows_grow() -> None:
         }
         for name, (nodes, depth) in sizes.items()
     }
-    made = Policy(options, acceptance, Costs(times, options))
+    made = Policy(methods, acceptance, Costs(times, methods))
 
     def nodes(rows: int, context: int) -> int:
-        return num_nodes(made.pick([Outlook(0.0)] * rows, None, rows, context))
+        return made.pick([Outlook(0.0)] * rows, None, rows, context).num_nodes
 
     for found in ([nodes(1, at) for at in (1024, 65536, 524288)], [nodes(rows, 1024) for rows in (1, 8, 64)]):
         assert found == sorted(found, reverse=True)
@@ -170,15 +169,15 @@ def test_fewer_nodes_as_the_context_and_the_rows_grow() -> None:
 
 def test_costs_lie_on_lines_and_what_rows_cost_is_derived() -> None:
     points = [(256, 2.0), (2048, 4.0), (8192, 3.0)]
-    assert [on_line(points, at) for at in (1, 256, 1152, 2048, 8192, 10**6)] == [2, 2, 3, 4, 3, 3]
-    options = {"seq 2": MethodOptions("seq", gamma=2), "lookup 2": MethodOptions("lookup", gamma=2)}
-    one = {"vanilla": 1.0, "seq 2": 1.5, "lookup 2": 1.2}
-    costs = Costs({name: {1: [(256, seconds)]} for name, seconds in one.items()}, options)
-    assert costs.seconds("seq 2", 1, 300) == 1.5
-    many = [costs.seconds(name, 4, 300) for name in one]
-    assert many == [*sorted([many[0], many[2], many[1]])[:1], many[1], many[2]]
+    assert [interpolate(points, at) for at in (1, 256, 1152, 2048, 8192, 10**6)] == [2, 2, 3, 4, 3, 3]
+    one = {VANILLA: 1.0, Seq(2): 1.5, Lookup(2): 1.2}
+    costs = Costs(
+        {method.label: {1: [(256, seconds)]} for method, seconds in one.items()}, (Seq(2), Lookup(2))
+    )
+    assert costs.seconds(Seq(2), 1, 300) == 1.5
+    many = [costs.seconds(method, 4, 300) for method in one]
     assert many[0] < many[2] < many[1]
-    assert Costs({}, {}).seconds("vanilla", 1, 1) == 1 < Costs({}, {}).seconds("seq 2", 1, 1)
+    assert Costs({}, ()).seconds(VANILLA, 1, 1) == 1 < Costs({}, ()).seconds(Seq(2), 1, 1)
 
 
 def measured_engine(**changes: Any) -> Engine:
@@ -197,7 +196,7 @@ def test_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
 
     for _ in range(3):  # the last of which is believed even if this machine is busy
         first = costs(engine)
-    assert {"vanilla", "lookup 4", "seq 4", "tree 4,4,4,4/8"} <= set(first.times)
+    assert {"vanilla", "lookup:4", "seq:4" + DOUBT, "tree:4x4x4x4@8"} <= set(first.times)
     for times in first.times.values():
         assert [context for context, _ in times[1]] == [256, 2048]
         assert all(seconds > 0 for _, seconds in times[1])
@@ -216,8 +215,8 @@ def test_every_method_is_timed_where_it_is_asked_for() -> None:
     engine = measured_engine()
     with engine.paused() as device:
         found = measure(device, engine.candidates, engine.width)
-        assert set(found) == {"vanilla", *engine.candidates}
-        assert all(set(by) == set(places(device)) for by in found.values())
+        assert set(found) == {"vanilla", *(one.label for one in engine.candidates)}
+        assert all(set(by) == set(timed_sizes(device)) for by in found.values())
         assert not bool(device.slots.running.any())
         assert device.slots.ring is not None
         assert bool((device.slots.ring.positions == -1).all())
@@ -255,13 +254,9 @@ def test_what_loses_rests_and_no_word_changes(script: str) -> None:
     engine = tiny_engine(target, draft, max_length=256)
     prompts, new = [[1, 2, 3], [4, 5]], 110
     expected = ask(engine, prompts, sampling=Sampling(0.9), new=new)
-    chain = MethodOptions("seq", gamma=3)
-    options = {"seq 3": chain}
-    costs = Costs(
-        {"vanilla": {1: [(1, 1.0)], 2: [(1, 1.0)]}, "seq 3": {1: [(1, 1.4)], 2: [(1, 1.4)]}}, options
-    )
-    engine.policy = Policy(options, {"chain": [0.8, 0.6, 0.4]}, costs)
-    engine._methods[(chain, False)] = ScriptedGlide(draft, answers_of(expected), SCRIPTS[script], (1, 1, 1))
+    chain = ScriptedSeq(3, answers=answers_of(expected), script=SCRIPTS[script])
+    times: Times = {"vanilla": {1: [(1, 1.0)], 2: [(1, 1.0)]}, "seq:3": {1: [(1, 1.4)], 2: [(1, 1.4)]}}
+    engine.policy = Policy((chain,), {"chain": [0.8, 0.6, 0.4]}, Costs(times, (chain,)))
     asked = ask(engine, prompts, AUTO, Sampling(0.9), new=new)
     assert [one.tokens for one in asked] == [one.tokens for one in expected]
     drafted = [one.methods[chain] / one.num_rounds for one in asked]

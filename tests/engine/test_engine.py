@@ -17,25 +17,32 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from longspec import LongSpec, UserError
-from longspec.decoding.choose import Sampling
-from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.accept import AcceptanceRule
+from longspec.decoding.methods import VANILLA, Auto, Lookup, MagicDec, Seq, Tree
+from longspec.decoding.sampling import Sampling
 from longspec.engine import engine as engine_module
 from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence
-from tests.decoding.scripted import VANILLA, ask, tiny_draft, tiny_engine, tiny_target
+from tests.decoding.scripted import ask, tiny_draft, tiny_engine, tiny_target
 
 V, PAGE = 61, 8
 METHODS = {
     "vanilla": VANILLA,
-    "seq": MethodOptions("seq", gamma=3),
-    "tree": MethodOptions("tree", tree_shape=(2, 4, 4)),
-    "pruned": MethodOptions("tree", tree_shape=(2, 4, 4), max_nodes=6, num_copied=3),
-    "magicdec": MethodOptions("magicdec", gamma=3, window=8, sinks=2),
-    "lookup": MethodOptions("lookup", gamma=3),
-    "doubting": MethodOptions("seq", gamma=3, min_confidence=0.3),
-    "auto": MethodOptions("auto"),
-    "drawn": MethodOptions("tree", tree_shape=(2, 4), acceptance="rejection"),
+    "seq": Seq(gamma=3),
+    "tree": Tree(tree_shape=(2, 4, 4)),
+    "pruned": Tree(tree_shape=(2, 4, 4), max_nodes=6, num_lookup=3),
+    "magicdec": MagicDec(gamma=3, window=8, sinks=2),
+    "lookup": Lookup(gamma=3),
+    "doubting": Seq(gamma=3, min_confidence=0.3),
+    "auto": Auto(),
+    "drawn": Tree(tree_shape=(2, 4)),
 }
+
+
+def rule_of(name: str) -> AcceptanceRule:
+    return "rejection" if name == "drawn" else "coupled"
+
+
 # Their rounds depend on nobody else either.
 ALIKE = ("vanilla", "seq", "tree", "pruned", "magicdec")
 SAMPLINGS = {
@@ -86,7 +93,13 @@ class Wish:
         prompt = [(5 * place) % V for place in range(self.document)]
         prompt += [(7 * self.seed + 11 * place * place) % V for place in range(self.own)]
         return Sequence(
-            prompt, self.new, SAMPLINGS[self.sampling], self.seed, self.eos_ids, METHODS[self.method]
+            prompt,
+            self.new,
+            SAMPLINGS[self.sampling],
+            self.seed,
+            self.eos_ids,
+            METHODS[self.method],
+            acceptance=rule_of(self.method),
         )
 
     @property
@@ -241,29 +254,29 @@ def test_pages_run_out_and_nothing_is_lost() -> None:
 def test_one_that_never_fits_fails_alone() -> None:
     """There is room for its text but not for the tree behind it; who waits has room."""
     engine = small_engine(max_rows=2, num_pages=6)
-    large = Sequence([1] * 40, 8, options=METHODS["tree"])
-    small = Sequence([2] * 10, 8, options=METHODS["tree"])
+    large = Sequence([1] * 40, 8, method=METHODS["tree"])
+    small = Sequence([2] * 10, 8, method=METHODS["tree"])
     with pytest.raises(UserError, match="KV memory of 48 tokens is too small"):
         engine.run([large, small])
     engine.lead(lambda: small.finished)
-    again = Sequence([2] * 10, 8, options=METHODS["tree"])
+    again = Sequence([2] * 10, 8, method=METHODS["tree"])
     engine.run([again])
     assert small.tokens == again.tokens
     check_rests(engine)
 
 
 def test_what_is_refused_leaves_nothing_behind(engine: Engine) -> None:
-    fine, long = Sequence([1], 4, options=VANILLA), Sequence([1] * 90, 40, options=VANILLA)
+    fine, long = Sequence([1], 4, method=VANILLA), Sequence([1] * 90, 40, method=VANILLA)
     with pytest.raises(UserError, match="130 tokens exceeds the engine's 96"):
         engine.run([fine, long])
     assert fine.submitted_at == 0
     with pytest.raises(UserError, match="needs a draft"):
-        tiny_engine(models()[0]).run([Sequence([1], 4, options=METHODS["tree"])])
+        tiny_engine(models()[0]).run([Sequence([1], 4, method=METHODS["tree"])])
 
 
 def test_cancelling_frees_slot_and_pages_at_once(engine: Engine) -> None:
-    other = Sequence([9, 8, 7], 80, seed=1, options=METHODS["vanilla"])
-    one = Sequence([1, 2, 3], 80, seed=1, options=METHODS["tree"])
+    other = Sequence([9, 8, 7], 80, seed=1, method=METHODS["vanilla"])
+    one = Sequence([1, 2, 3], 80, seed=1, method=METHODS["tree"])
     held: list[int] = []
 
     def note(token: int) -> bool:
@@ -308,9 +321,9 @@ def test_questions_about_one_document_prefill_it_once(engine: Engine) -> None:
     pages = pages_of(engine, document)
     assert len(pages) == 5
     before = contents(engine, pages)
-    for options in METHODS.values():
-        again = ask(engine, prompts, options, new=20)
-        if options.acceptance == "coupled":
+    for name, method in METHODS.items():
+        again = ask(engine, prompts, method, new=20, acceptance=rule_of(name))
+        if rule_of(name) == "coupled":
             assert [one.tokens for one in again] == [one.tokens for one in asked]
         # Of a prompt that is there as a whole its last token is computed again, for its logits.
         assert all(one.num_shared == 40 for one in again)
@@ -352,8 +365,8 @@ def test_an_error_reaches_every_caller_and_the_engine_goes_on(
         release.wait(20)
         return False
 
-    first = Sequence([1], 60, options=VANILLA, stop_after=wait_once)
-    callers = [first, Sequence([2], 60, options=VANILLA), Sequence([3], 60, options=METHODS["tree"])]
+    first = Sequence([1], 60, method=VANILLA, stop_after=wait_once)
+    callers = [first, Sequence([2], 60, method=VANILLA), Sequence([3], 60, method=METHODS["tree"])]
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(engine.run, callers[:1])]
         assert held.wait(20)
@@ -385,8 +398,8 @@ def test_a_long_prompt_holds_nobody_up_for_more_than_a_chunk(
 
     monkeypatch.setattr(engine.device, "take", partial(noted, "chunk", take))
     monkeypatch.setattr(engine.device, "round", partial(noted, "round", run_round))
-    long = Sequence([place % V for place in range(90)], 4, options=VANILLA)
-    short = Sequence([1, 2, 3], 60, options=METHODS["seq"])
+    long = Sequence([place % V for place in range(90)], 4, method=VANILLA)
+    short = Sequence([1, 2, 3], 60, method=METHODS["seq"])
     short.stop_after = submitter(engine, short, 3, long)
     engine.run([short])
     engine.lead(lambda: long.finished)
@@ -411,13 +424,13 @@ def test_the_device_is_left_to_others_between_sequences(engine: Engine, method: 
 
 def test_larger_trees_than_there_was_room_for(engine: Engine) -> None:
     """The draft's ring is made anew, also below sequences that run."""
-    running = Sequence([1, 2, 3], 60, Sampling(0.8), options=METHODS["tree"])
-    wide = Sequence([4, 5], 20, Sampling(0.8), options=MethodOptions("tree", tree_shape=(20, 60, 60)))
+    running = Sequence([1, 2, 3], 60, Sampling(0.8), method=METHODS["tree"])
+    wide = Sequence([4, 5], 20, Sampling(0.8), method=Tree(tree_shape=(20, 60, 60)))
     running.stop_after = submitter(engine, running, 9, wide)
     engine.run([running])
     engine.lead(lambda: wide.finished)
     for one in (running, wide):
-        alone = Sequence(one.prompt, one.max_new_tokens, one.sampling, one.seed, options=VANILLA)
+        alone = Sequence(one.prompt, one.max_new_tokens, one.sampling, one.seed, method=VANILLA)
         engine.run([alone])
         assert alone.tokens == one.tokens
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from longspec.attention import choose_backend
-from longspec.decoding.choose import Sampling
-from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.methods import VANILLA, Choice, Lookup, Seq, Tree
+from longspec.decoding.sampling import Sampling
 from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence
-from tests.decoding.scripted import VANILLA, tiny_draft, tiny_engine, tiny_target
+from tests.decoding.scripted import tiny_draft, tiny_engine, tiny_target
 
 V = 61
-TREE = MethodOptions("tree", tree_shape=(2, 4, 4))
+TREE = Tree(tree_shape=(2, 4, 4))
 
 
 @pytest.fixture
@@ -25,10 +25,10 @@ def engine() -> Engine:
     return tiny_engine(target, tiny_draft(target), max_rows=4, page_size=8)
 
 
-def asked(prompt: list[int], options: MethodOptions = TREE, **more: object) -> Sequence:
+def asked(prompt: list[int], method: Choice = TREE, **more: object) -> Sequence:
     sampling = more.pop("sampling", Sampling())
     assert isinstance(sampling, Sampling)
-    made = Sequence(prompt, 20, sampling, 5, frozenset({2}), options)
+    made = Sequence(prompt, 20, sampling, 5, frozenset({2}), method)
     for name, value in more.items():
         setattr(made, name, value)
     return made
@@ -110,8 +110,8 @@ def test_a_constraint_holds_from_the_first_token_to_eos(engine: Engine, sampling
 
 
 def test_a_token_that_was_looked_up_is_told_apart(engine: Engine) -> None:
-    repeated = asked([5, 6, 7, 8] * 6, MethodOptions("lookup", gamma=3), eos_ids=frozenset())
-    drafted = asked(PROMPTS[1], MethodOptions("seq", gamma=3), eos_ids=frozenset())
+    repeated = asked([5, 6, 7, 8] * 6, Lookup(gamma=3), eos_ids=frozenset())
+    drafted = asked(PROMPTS[1], Seq(gamma=3), eos_ids=frozenset())
     engine.run([repeated, drafted])
     for one in (repeated, drafted):
         is_copied = one is repeated

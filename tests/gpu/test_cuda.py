@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from longspec.attention import choose_backend
-from longspec.decoding.choose import Sampling, SamplingRows, choose, gumbel, hash_bits
-from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.choose import SamplingRows, choose, gumbel, hash_bits
+from longspec.decoding.methods import VANILLA, Lookup, MagicDec, Seq, Tree
+from longspec.decoding.sampling import Sampling
 from tests.decoding.scripted import (
     SCRIPTS,
-    ScriptedGlide,
+    ScriptedTree,
     answers_of,
     ask,
-    put_method,
     tiny_draft,
     tiny_engine,
     tiny_target,
@@ -71,17 +71,15 @@ def test_the_plain_engine_says_what_the_cpu_says(backend: str, sampling: Samplin
     engine = tiny_engine(target, draft)
     assert not engine.models.fused
     methods = [
-        MethodOptions("vanilla"),
-        MethodOptions("seq"),
-        MethodOptions("tree", tree_shape=(4, 16, 16), max_nodes=20),
-        MethodOptions("magicdec", sinks=2, window=6),
-        MethodOptions("lookup", max_ngram=2),
+        VANILLA,
+        Seq(),
+        Tree(tree_shape=(4, 16, 16), max_nodes=20),
+        MagicDec(sinks=2, window=6),
+        Lookup(max_ngram=2),
     ]
     for options in methods:
         found = ask(engine, PROMPTS, options, sampling, new=40)
-        assert [one.tokens for one in found] == expected, options.method
+        assert [one.tokens for one in found] == expected, options.name
     for name, script in SCRIPTS.items():
-        options = MethodOptions("tree", tree_shape=(3, 4, 2))
-        answers = answers_of(found)
-        put_method(engine, options, ScriptedGlide(draft, answers, script, (3, 4, 2)))
+        options = ScriptedTree((3, 4, 2), answers=answers_of(found), script=script)
         assert [one.tokens for one in ask(engine, PROMPTS, options, sampling, new=40)] == expected, name

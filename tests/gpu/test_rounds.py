@@ -10,8 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from longspec.attention import choose_backend
-from longspec.decoding.choose import Sampling
-from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.methods import VANILLA, Auto, Lookup, MagicDec, Method, Seq, Tree
+from longspec.decoding.sampling import Sampling
 from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence
 from tests.decoding.scripted import ask, tiny_draft, tiny_engine, tiny_target
@@ -27,13 +27,13 @@ SAMPLINGS = {
     "penalty": Sampling(1.1, 20, 0.9, 0.0, 1.2),
 }
 METHODS = {
-    "vanilla": MethodOptions("vanilla"),
-    "seq": MethodOptions("seq", gamma=4),
-    "tree": MethodOptions("tree", tree_shape=(4, 8, 8), max_nodes=16),
-    "copying": MethodOptions("tree", tree_shape=(4, 8, 8), max_nodes=16, num_copied=6),
-    "magicdec": MethodOptions("magicdec", gamma=3, sinks=2, window=6),
-    "lookup": MethodOptions("lookup", gamma=4),
-    "auto": MethodOptions("auto"),
+    "vanilla": VANILLA,
+    "seq": Seq(gamma=4),
+    "tree": Tree(tree_shape=(4, 8, 8), max_nodes=16),
+    "looking up": Tree(tree_shape=(4, 8, 8), max_nodes=16, num_lookup=6),
+    "magicdec": MagicDec(gamma=3, sinks=2, window=6),
+    "lookup": Lookup(gamma=4),
+    "auto": Auto(),
 }
 PROMPTS = [[(7 * place * place + 3) % 40 for place in range(length)] for length in (17, 3, 40, 200)]
 
@@ -96,7 +96,7 @@ def test_requests_of_all_lengths_capture_nothing_anew() -> None:
         asked = [
             Sequence(
                 [rng.randrange(40) for _ in range(rng.randrange(10, 7001))], new,
-                rng.choice((Sampling(), SAMPLINGS["sampled"])), done + index, options=rng.choice(used),
+                rng.choice((Sampling(), SAMPLINGS["sampled"])), done + index, method=rng.choice(used),
             )
             for index in range(4)
         ]  # fmt: skip
@@ -108,7 +108,7 @@ def test_requests_of_all_lengths_capture_nothing_anew() -> None:
     segments, rings = 2 * 6, len(engine.device.buckets)
     assert engine.statistics.num_captures <= rounds + segments + rings
     captured = engine.statistics.num_captures
-    engine.run([Sequence([3] * 6999, new, options=used[1])])
+    engine.run([Sequence([3] * 6999, new, method=used[1])])
     assert engine.statistics.num_captures == captured
 
 
@@ -123,17 +123,19 @@ def calls_between_launches(recorded: profile) -> list[str]:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("name", ["vanilla", "seq", "copying", "magicdec", "lookup"])
+@pytest.mark.parametrize("name", ["vanilla", "seq", "looking up", "magicdec", "lookup"])
 def test_a_round_is_one_launch_and_waits_for_nobody(name: str, sampling: Sampling) -> None:
     num_rounds, engine = 20, engine_on("cuda")
     ask(engine, PROMPTS[:1], METHODS[name], sampling)
-    method = engine._method((METHODS[name], False))
+    asked = METHODS[name]
+    assert isinstance(asked, Method)
+    method = engine._fitted(asked)
     with engine.paused() as device:
         sampled = sampling != Sampling()
         device.slots.running[0] = True
 
         def run() -> None:
-            device.round((METHODS[name], False), method, 1, [True], sampled)
+            device.round(method, 1, [True], sampled)
 
         for _ in range(5):
             run()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from longspec.config import ModelConfig
-from longspec.decoding.choose import Sampling
-from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.methods import VANILLA
+from longspec.decoding.sampling import Sampling
 from longspec.engine.make import make_engine
 from longspec.engine.memory import kv_bytes
 from longspec.engine.sequence import Sequence
@@ -18,7 +18,6 @@ from tests.decoding.scripted import tiny_target
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GPU = torch.device("cuda")
-VANILLA = MethodOptions("vanilla")
 
 
 def write(target: Transformer, num_rows: int) -> list[list[int]]:
@@ -66,7 +65,7 @@ def test_85_000_tokens_per_second_and_the_same_ones_again() -> None:
     found = []
     for _ in range(2):  # the first one captures
         texts = [
-            Sequence([1, i % 1000, 5] * 20, 64 + i * 7919 % 448, Sampling(i % 3 / 2), i, options=VANILLA)
+            Sequence([1, i % 1000, 5] * 20, 64 + i * 7919 % 448, Sampling(i % 3 / 2), i, method=VANILLA)
             for i in range(8192)
         ]
         engine.forget()

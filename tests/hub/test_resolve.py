@@ -33,7 +33,7 @@ def test_the_table() -> None:
         "sail/longspec-longchat-7b-v1.5-32k",
         32768,
     )
-    assert (MODELS["llama8b"].pad_id, MODELS["llama8b"].eos_id) == (128001, 128009)
+    assert MODELS["llama8b"].eos_id == 128009
     assert nearest("Vicuna-7b") == "vicuna7b"
     assert nearest("zzz") is None
 

@@ -128,7 +128,7 @@ def test_wheel_and_sdist_contain_it(smollm2: LongSpec, tmp_path: Path) -> None:
 
     def run(*arguments: str) -> str:
         environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "longspec.cli.main", *arguments]
+        command = [sys.executable, "-m", "longspec", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout

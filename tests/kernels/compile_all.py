@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from longspec.attention.triton_backend import TritonAttention
 from longspec.cache import Pages
-from longspec.decoding.methods.make import MethodOptions, make_method
+from longspec.decoding.methods import VANILLA, Lookup, MagicDec, Seq, Tree
 from longspec.decoding.round import Models, run_round
 from longspec.engine.device import Device
 from longspec.engine.fill import read_into_rings, take_segments
@@ -45,11 +45,11 @@ from tests.decoding.scripted import tiny_draft, tiny_target
 
 PAGE = 128
 METHODS = (
-    MethodOptions("vanilla"),
-    MethodOptions("seq", gamma=2),
-    MethodOptions("tree", tree_shape=(4, 40), max_nodes=16, num_copied=6),
-    MethodOptions("magicdec", gamma=2, sinks=2, window=6),
-    MethodOptions("lookup", gamma=3),
+    VANILLA,
+    Seq(gamma=2),
+    Tree(tree_shape=(4, 40), max_nodes=16, num_lookup=6),
+    MagicDec(gamma=2, sinks=2, window=6),
+    Lookup(gamma=3),
 )
 
 
@@ -263,11 +263,8 @@ def check_rounds_ahead(names: Called) -> None:
     rows.lengths.fill_(3)
     with torch.inference_mode():
         for sampled in (False, True):
-            for options in METHODS:
-                for draws in (
-                    (False, True) if sampled and options.method in ("tree", "magicdec") else (False,)
-                ):
-                    method = make_method(options, draft, draws, on_cpu=False)
+            for asked in METHODS:
+                for method in {asked.fit(models), asked.fit(models, draws=sampled)}:
                     check_ahead(partial(run_round, models, rows, method, sampled), held, names)
             work = device._describe([], 4)
             check_ahead(partial(take_segments, models, device.slots, work, sampled), held, names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from longspec.attention import merge
@@ -48,10 +49,12 @@ def check(
     dtype: torch.dtype,
     kind: str,
     splits: int | None = None,
+    capacity: int = 0,
 ) -> None:
     B, T, K, G, D, page, lengths = shape
     generator = torch.Generator().manual_seed(B * T + D)
     tables, num_pages = random_tables([length + T for length in lengths], page, generator)
+    tables = F.pad(tables, (0, max(0, capacity // page - tables.shape[1])))
     q = torch.randn(B, T, K * G, D, generator=generator).to(DEVICE, dtype)
     k, v = torch.randn(2, K, num_pages * page, D, generator=generator).to(DEVICE, dtype).unbind(0)
     # What belongs to nobody is nan, but in page 0.
@@ -93,6 +96,12 @@ def test_pages_that_the_hardware_does_not_copy(
     """As before Hopper; and parts of any number."""
     monkeypatch.setattr(attention, "copies_tiles", lambda device: False)
     check((4, 5, 2, 3, 64, 128, [126, 0, 255, 400]), torch.float16, kind, splits)
+
+
+@pytest.mark.parametrize("kind", ["chain", "window"])
+def test_short_rows_where_long_ones_would_fit(kind: str) -> None:
+    """Then rows are cut into parts, most of which are empty here, and tiles are smaller."""
+    check((9, 1, 2, 4, 128, 128, [0, 1, 63, 64, 65, 128, 700, 3, 190]), torch.float16, kind, capacity=70000)
 
 
 def test_heads_of_several_layers() -> None:

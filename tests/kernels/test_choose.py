@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.decoding.choose import Sampling, SamplingRows, choose, gumbel
+from longspec.decoding.choose import SamplingRows, choose, gumbel
+from longspec.decoding.sampling import Sampling
 from longspec.kernels.choose import choose_tokens
 from longspec.kernels.noise import gumbel_noise
 from longspec.kernels.topk import best_children

@@ -9,8 +9,9 @@ import torch
 
 from longspec.attention import choose_backend
 from longspec.cache import Pages
-from longspec.decoding.choose import Sampling
-from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.accept import AcceptanceRule
+from longspec.decoding.methods import VANILLA, Auto, Lookup, MagicDec, Seq, Tree
+from longspec.decoding.sampling import Sampling
 from longspec.engine.sequence import Sequence
 from longspec.kernels import linear
 from tests.decoding.scripted import pass_over, tiny_draft, tiny_engine, tiny_target
@@ -57,21 +58,19 @@ def test_the_target(family: str, small: int, ffn: int, monkeypatch: pytest.Monke
 
 
 METHODS = {
-    "vanilla": MethodOptions("vanilla"),
-    "seq": MethodOptions("seq", gamma=2),
-    "tree": MethodOptions("tree", tree_shape=(2, 3), max_nodes=5, num_copied=2),
-    "magicdec": MethodOptions("magicdec", gamma=2, sinks=2, window=6),
-    "lookup": MethodOptions("lookup", gamma=2),
-    "auto": MethodOptions("auto", max_nodes=2),
-    "drawn": MethodOptions("tree", tree_shape=(2, 2), acceptance="rejection"),
+    "vanilla": VANILLA,
+    "seq": Seq(gamma=2),
+    "tree": Tree(tree_shape=(2, 3), max_nodes=5, num_lookup=2),
+    "magicdec": MagicDec(gamma=2, sinks=2, window=6),
+    "lookup": Lookup(gamma=2),
+    "auto": Auto(max_nodes=2),
+    "drawn": Tree(tree_shape=(2, 2)),
 }
 SLOW = ("auto", "drawn")
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(0.8, top_p=0.9, repetition_penalty=1.2)}
 
 
-def answers(
-    backend: str, options: MethodOptions, sampling: Sampling, config: dict[str, Any]
-) -> list[Sequence]:
+def answers(backend: str, name: str, sampling: Sampling, config: dict[str, Any]) -> list[Sequence]:
     """By an engine with that backend: two rows, one of which comes later to a part of the other's pages."""
     target = tiny_target(3, vocab_size=40).to(DEVICE)
     target.attention = choose_backend(backend)
@@ -81,7 +80,11 @@ def answers(
     engine = tiny_engine(target, draft, max_length=48, max_rows=2, num_pages=12)
     assert engine.models.fused == (backend == "triton")
     prompt = [3, 1, 4, 1, 5] * 4
-    asked = [Sequence(prompt[: 17 + 3 * row], 6 - row, sampling, row, options=options) for row in range(2)]
+    rule: AcceptanceRule = "rejection" if name == "drawn" else "coupled"
+    asked = [
+        Sequence(prompt[: 17 + 3 * row], 6 - row, sampling, row, method=METHODS[name], acceptance=rule)
+        for row in range(2)
+    ]
     engine.run(asked)
     return asked
 
@@ -98,7 +101,7 @@ OURS = {"cross_layers": (0, 1), "final_norm": True, "qkv_bias": False, "intermed
 def test_an_engine_says_the_same_words(method: str, sampling: str) -> None:
     # On a CPU the words of the text join a draft's own vocabulary, which changes what is drawn from it.
     config = OURS if sampling == "greedy" or method == "drawn" else OTHER
-    plain, fused = (answers(one, METHODS[method], SAMPLINGS[sampling], config) for one in ("torch", "triton"))
+    plain, fused = (answers(one, method, SAMPLINGS[sampling], config) for one in ("torch", "triton"))
     assert [one.tokens for one in fused] == [one.tokens for one in plain]
     if method != "lookup":  # which proposes nothing by the host where no row has a match
         assert [one.depths for one in fused] == [one.depths for one in plain]

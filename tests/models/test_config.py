@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
-from longspec.config import ModelConfig, RopeConfig
+from longspec.config import RopeConfig
 from longspec.errors import UserError
+from longspec.models.families import config_from_hf
 
 RAW: dict[str, Any] = {
     "model_type": "llama",
@@ -23,21 +24,19 @@ RAW: dict[str, Any] = {
 
 
 def test_old_and_new_spellings_agree() -> None:
-    old = ModelConfig.from_hf(RAW | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
-    new = ModelConfig.from_hf(
-        RAW | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
-    )
+    old = config_from_hf(RAW | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    new = config_from_hf(RAW | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}})
     assert old == new
     assert new.rope == RopeConfig(theta=5e5, kind="linear", factor=2.0, original_length=4096)
     through_transformers = LlamaConfig(
         **RAW | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     )
-    assert ModelConfig.from_hf(through_transformers) == new
+    assert config_from_hf(through_transformers) == new
 
 
 def test_the_context_is_what_scaling_makes_of_it() -> None:
     def limit(positions: int, **scaling: Any) -> int:
-        return ModelConfig.from_hf(
+        return config_from_hf(
             RAW | {"max_position_embeddings": positions, "rope_scaling": scaling}
         ).max_length
 
@@ -53,7 +52,7 @@ def test_the_context_is_what_scaling_makes_of_it() -> None:
 
 def test_missing_kv_heads_and_head_dim_follow_the_heads() -> None:
     raw = {name: value for name, value in RAW.items() if name != "num_key_value_heads"}
-    config = ModelConfig.from_hf(raw)
+    config = config_from_hf(raw)
     assert (config.num_kv_heads, config.head_dim) == (4, 16)
 
 
@@ -77,13 +76,22 @@ def test_missing_kv_heads_and_head_dim_follow_the_heads() -> None:
 )
 def test_what_would_run_wrongly_is_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
-        ModelConfig.from_hf(RAW | change)
+        config_from_hf(RAW | change)
 
 
 def test_a_sliding_window_counts_only_when_used() -> None:
     raw = RAW | {"model_type": "qwen2", "sliding_window": 128, "max_window_layers": 1}
-    assert ModelConfig.from_hf(raw | {"use_sliding_window": False}).qkv_bias
+    assert config_from_hf(raw | {"use_sliding_window": False}).qkv_bias
     with pytest.raises(UserError, match="128"):
-        ModelConfig.from_hf(raw | {"use_sliding_window": True})
+        config_from_hf(raw | {"use_sliding_window": True})
     with pytest.raises(UserError, match="128"):
-        ModelConfig.from_hf(Qwen2Config(**raw | {"use_sliding_window": True}))
+        config_from_hf(Qwen2Config(**raw | {"use_sliding_window": True}))
+
+
+def test_mistral_is_run_without_a_window_and_refused_with_one() -> None:
+    raw = RAW | {"model_type": "mistral", "sliding_window": None}
+    assert config_from_hf(raw) == config_from_hf(MistralConfig(**raw))
+    silent = {name: value for name, value in raw.items() if name != "sliding_window"}
+    for windowed in (silent, raw | {"sliding_window": 4096}, MistralConfig(**silent)):
+        with pytest.raises(UserError, match=r"sliding_window = 4096.*set sliding_window = null"):
+            config_from_hf(windowed)

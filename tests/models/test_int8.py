@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 
 from longspec import LongSpec, UserError
 from longspec.api import prepare_draft
 from longspec.config import DraftConfig
-from longspec.decoding.methods.glide import Glide
-from longspec.decoding.methods.make import MethodOptions
-from longspec.decoding.methods.vanilla import Vanilla
+from longspec.decoding.methods import Seq, Vanilla
 from longspec.decoding.round import Models
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
@@ -19,7 +19,7 @@ from longspec.models.draft import ContextHead, DraftHead, GlideDraft
 from longspec.models.int8 import Int8Linear
 from longspec.models.layers import Block, Linear
 from longspec.models.target import Transformer
-from tests.decoding.scripted import ask, put_method, tiny_target
+from tests.decoding.scripted import ask, tiny_target
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 5), (3, 2)], ids=str)
@@ -27,6 +27,7 @@ def test_products_are_close(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     linear = Linear(576, 96, bias=True).requires_grad_(False)
     torch.nn.init.normal_(linear.weight, std=0.02)
+    assert linear.bias is not None
     torch.nn.init.normal_(linear.bias)
     linear.weight[3] = 0  # a row without a scale
     linear.weight[4] *= 1000  # one scale for all rows would lose the others
@@ -66,16 +67,17 @@ def real_draft(target: Transformer, draft_vocab: int) -> GlideDraft:
     return draft
 
 
+@dataclass(frozen=True)
 class Both(Vanilla):
     """The target says everything; what the draft would have said next is noted."""
 
-    drafts = True
+    uses_draft = True
 
-    def __init__(self, draft: GlideDraft) -> None:
-        self._chain, self.drafted = Glide(draft, (1,)), list[int]()
+    drafted: list[int] = field(default_factory=list, compare=False)
 
     def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
-        self.drafted.append(int(self._chain.propose(models, rows, sampled).tokens[0, 1]))
+        chain = Seq(1).fit(models).propose(models, rows, sampled)
+        self.drafted.append(int(chain.tokens[0, 1]))
         return super().propose(models, rows, sampled)
 
 
@@ -86,8 +88,8 @@ def test_drafts_nearly_the_same_tokens(smollm2: LongSpec) -> None:
         draft, head = prepare_draft(real_draft(target, 8192), target, kind)
         assert isinstance(draft.qkv, Int8Linear) == isinstance(head.rows, Int8Linear) == (kind == "int8")
         engine = Engine(target, draft, head, max_length=160, max_rows=1, num_pages=20, page_size=16)
-        method = Both(draft)
-        ask(engine, [prompt], put_method(engine, MethodOptions("seq"), method), new=61)
+        method = Both()
+        ask(engine, [prompt], method, new=61)
         drafted[kind] = method.drafted
         assert len(method.drafted) == 60
     assert len(set(drafted["target"])) > 10, "or agreeing would say little"

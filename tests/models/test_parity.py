@@ -9,6 +9,8 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -19,8 +21,8 @@ from transformers import (
 
 from longspec import LongSpec
 from longspec.cache import Pages
-from longspec.config import ModelConfig
 from longspec.models.draft import DraftHead
+from longspec.models.families import config_from_hf
 from longspec.models.load import load_target
 from longspec.models.target import Transformer
 from tests.decoding.scripted import pass_over
@@ -73,6 +75,10 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**TINY, rope_parameters=rope(1000000.0))),
     "qwen2-yarn": (Qwen2ForCausalLM, Qwen2Config(**TINY, rope_parameters=rope(**YARN, attention_factor=1.3))),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=32, tie_word_embeddings=True)),
+    "mistral": (
+        MistralForCausalLM,
+        MistralConfig(**TINY, head_dim=16, sliding_window=None, rope_parameters=rope(1000000.0)),
+    ),
 }
 
 
@@ -86,7 +92,7 @@ def random_pair(name: str) -> tuple[Any, Transformer]:
             if weight.ndim == 1:
                 weight.add_(0.3 * torch.randn_like(weight))
     weights = theirs.state_dict()
-    ours = load_target(ModelConfig.from_hf(config), weights.__getitem__, torch.device("cpu"), torch.float32)
+    ours = load_target(config_from_hf(config), weights.__getitem__, torch.device("cpu"), torch.float32)
     return theirs, ours
 
 

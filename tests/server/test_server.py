@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from openai import OpenAI
 
@@ -408,7 +410,7 @@ def test_metrics_have_the_names_that_dashboards_know(server: Live, client: OpenA
 
 
 def test_the_command_serves_what_it_prints_and_finishes_before_it_ends(smollm2: LongSpec) -> None:
-    command = [sys.executable, "-m", "longspec.cli.main"]
+    command = [sys.executable, "-m", "longspec"]
     with subprocess.Popen(
         [*command, "serve", "--port", "0", "--no-calibrate", "--max-rows", "2", "--method", "seq"],
         stdout=subprocess.PIPE,
@@ -468,3 +470,26 @@ def test_the_examples(server: Live, command: tuple[str, str]) -> None:
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "The capital of France is Paris" in done.stdout or "longspec:num_requests_running" in done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["the engine", "the front"])
+def test_neither_process_outlives_the_other(tiny_folder: Path, victim: str) -> None:
+    command = [sys.executable, "-m", "longspec", "serve", "--port", "0", "--no-calibrate"]
+    with subprocess.Popen(
+        [*command, "--target", str(tiny_folder), "--method", "vanilla"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        address = process.stdout.readline().split()[0]
+        engine = psutil.Process(process.pid)
+        (front,) = [one for one in engine.children() if "spawn_main" in " ".join(one.cmdline())]
+        body = {"prompt": "word", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
+            parts = answer.iter_text()
+            assert next(parts)
+            (engine if victim == "the engine" else front).kill()
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                assert "EngineLost" in "".join(parts)
+        assert soon(lambda: not front.is_running() or front.status() == psutil.STATUS_ZOMBIE, 20)
+        process.wait(20)

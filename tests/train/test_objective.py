@@ -13,8 +13,7 @@ from torch import Tensor
 from longspec.config import DraftConfig
 from longspec.data.collate import collate
 from longspec.data.shards import Packed, Role
-from longspec.decoding.methods.glide import Glide
-from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.methods import Seq, glide
 from longspec.decoding.tree import TokenTree
 from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
@@ -102,17 +101,17 @@ def test_training_scores_equal_those_of_decoding_for_the_same_tokens_and_lag(
 ) -> None:
     target, draft = make(CONFIGS[name])
     prompt = np.random.default_rng(3).integers(0, target.config.vocab_size, prompt_length).tolist()
-    chains, propose = [], Glide.propose
+    chains, propose = [], glide.propose
 
     def recorded(*arguments: Any) -> TokenTree:
         tree = propose(*arguments)
         chains.append(tree.tokens[0].tolist())
         return tree
 
-    monkeypatch.setattr(Glide, "propose", recorded)
+    monkeypatch.setattr(glide, "propose", recorded)
     recording = Recording(target, draft.vocab_ids)
     engine = make_engine(target, draft, recording, max_rows=1, max_length=64)
-    list(engine.run_each([Sequence(prompt, 8, options=MethodOptions("seq", gamma=4))]))
+    list(engine.run_each([Sequence(prompt, 8, method=Seq(gamma=4))]))
     tokens = prompt + chains[0]
     whole = Packed(np.array(tokens), np.full(len(tokens), Role.TEXT, np.uint8), np.zeros(1, np.int32))
     rows = head_rows(draft.vocab_ids, target.config.vocab_size)

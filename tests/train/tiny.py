@@ -30,7 +30,6 @@ BASE = (
     "evaluation.new_tokens=12",
     "evaluation.gamma=3",
     "data.num_held_out=4",
-    "target=llama",
     "target.dtype=float32",
     "target.device=cpu",
 )

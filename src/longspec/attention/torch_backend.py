@@ -17,7 +17,7 @@ _LARGEST_BIAS = 2**18
 # Up to so many keys a copy of their parts costs less than a call for each part and a merge.
 _CHEAP_COPY = 1024
 # Queries of a long prompt and keys that cuDNN takes in one call: what was fastest on an H200, and the least.
-_MOST_QUERIES, _MOST_KEYS, _LEAST_BLOCK = 16384, 32768, 2048
+_MOST_QUERIES, _MOST_KEYS, _LEAST_BLOCK = 32768, 32768, 2048
 
 
 class TorchAttention:
@@ -100,7 +100,8 @@ class TorchAttention:
         while size <= min(longest, _MOST_QUERIES):
             shapes.append((size, size, True))
             size *= 2
-        shapes += [(_MOST_QUERIES, keys, False) for keys in (_MOST_QUERIES, _MOST_KEYS) if keys < longest]
+        if longest > _MOST_KEYS:
+            shapes.append((_MOST_QUERIES, _MOST_KEYS, False))
         for num_queries, num_keys, causal in shapes:
             keys = q.new_zeros(num_kv_heads, num_keys, D)
             _cudnn(q.new_zeros(num_queries, q.shape[1], D), keys, keys, causal)

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from longspec.bench.folder import Row, read_run
-from longspec.bench.markdown import name_of, table
+from longspec.bench.report import table
 from longspec.bench.runners import accepted_by_depth, read_method
 from longspec.bench.summary import summarise
-from longspec.decoding.expected import tree_name
+from longspec.decoding.methods import Seq, Tree
 from longspec.errors import UserError
 from longspec.models.files import read_json, write_whole
 
 MEASURED = "## Measured"
-"""The heading in a draft's card under which it is told."""
+"""The heading of the measurements in a draft's card."""
 
 
 def note_acceptance(runs: Sequence[Path], draft: Path) -> dict[str, Any]:
@@ -44,15 +44,13 @@ def acceptance_table(rows: Sequence[Row]) -> dict[str, Any]:
     chains: dict[int, list[float]] = {}
     trees: dict[str, list[float]] = {}
     greedy = [row for row in rows if row["temperature"] == 0 and row["method"].startswith(("seq", "tree"))]
-    for label in dict.fromkeys(row["method"] for row in greedy):
-        options = read_method(label)
+    for label in dict.fromkeys(row["method"] for row in greedy if "=" not in row["method"]):
+        method, _ = read_method(label)
         own = [row for row in greedy if row["method"] == label and row["repeat"] == 0]
-        depth = options.gamma if options.method == "seq" else len(options.tree_shape)
-        shares = _shares(own, depth)
-        if options.method == "seq":
-            chains[depth] = shares
-        elif not options.num_copied:  # what is copied is not the draft's
-            trees[tree_name(options)] = shares
+        if isinstance(method, Seq):
+            chains[method.gamma] = _shares(own, method.gamma)
+        elif isinstance(method, Tree) and not method.num_lookup:  # what is looked up is not the draft's
+            trees[method.key] = _shares(own, len(method.shape))
     return ({"chain": chains[max(chains)]} if chains else {}) | ({"trees": trees} if trees else {})
 
 
@@ -76,7 +74,7 @@ def _measured(found: Sequence[tuple[dict[str, Any], list[Row]]]) -> str:
             if facts["environment"].get(name)
         )
         lines = [
-            [name_of(one), str(one.items), f"{one.prompt_tokens:,}", f"{one.temperature:g}", one.method]
+            [one.name, str(one.items), f"{one.prompt_tokens:,}", f"{one.temperature:g}", one.method]
             + ["-" if tau is None else f"{tau:.2f}" for tau in (one.tau, one.tau_without_loops)]
             for one in summarise(rows)
             if one.method.startswith(("seq", "tree"))

@@ -1,4 +1,4 @@
-"""Where a measurement was made, and what memory it took."""
+"""The machine that is measured: what it is, its clock, its memory, and how fast that memory is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 import longspec
 from longspec.api import LongSpec
 from longspec.models.placement import device_name
+
+_COPIES, _REPEATS = 8, 4
 
 
 def environment(model: LongSpec) -> dict[str, Any]:
@@ -30,7 +33,7 @@ def environment(model: LongSpec) -> dict[str, Any]:
 
 
 def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What of it holds for any model: the processor and the versions."""
+    """The part of it that does not depend on the model: the processor and the versions."""
     facts: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(device),
@@ -103,3 +106,25 @@ class PeakMemory:
     def _status(self, field: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once all that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a large copy reads and writes: the floor under steps that read weights and KV."""
+    source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
+    goal = torch.empty_like(source)
+    torch.neg(source, out=goal)
+    fastest = 0.0
+    for _ in range(_REPEATS):
+        started = now(device)
+        for _ in range(_COPIES):
+            # By a kernel that changes what it copies: a plain copy may be left to a slower engine.
+            torch.neg(source, out=goal)
+        fastest = max(fastest, _COPIES / (now(device) - started))
+    return fastest * 2 * source.numel() * source.element_size()

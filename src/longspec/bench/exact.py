@@ -12,7 +12,8 @@ from torch import Tensor
 from longspec.api import LongSpec
 from longspec.attention import AttentionPlan
 from longspec.cache import Pages
-from longspec.decoding.choose import Sampling, SamplingRows, filtered, gumbel
+from longspec.decoding.choose import SamplingRows, filtered, gumbel
+from longspec.decoding.sampling import Sampling
 from longspec.engine.engine import PLAIN_ALONE, on_device
 from longspec.models.passes import paged_pass
 
@@ -37,7 +38,7 @@ def describe_difference(
     """The tokens there, by how much the target prefers vanilla's, and what one rounding is, in logits.
 
     A margin no larger than the type's rounding means a tie, which either may win; a large one, a fault.
-    Sampling, the seed's noise counts too, at the temperature's scale. A fresh pass over the text tells.
+    When sampling, the seed's noise counts too, at the temperature's scale. Both come from a fresh pass.
     """
     found: dict[str, Any] = {
         **{"place": place, "vanilla": None, "other": None},

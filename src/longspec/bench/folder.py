@@ -1,4 +1,4 @@
-"""The folder of a run: what was asked, and one line for everything that is finished. It survives anything."""
+"""The folder of a run: its settings, and one line per finished row. No kill and no full disk loses one."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Row = dict[str, Any]
 
 
 def row_key(row: Row) -> tuple[str, str, str, float, int]:
-    """What makes a row the one it is."""
+    """What identifies a row."""
     return row["workload"], row["item"], row["method"], row["temperature"], row["repeat"]
 
 
 class RunFolder:
-    """A run that can be gone on with: opening it again with the same `facts` finds the rows of before."""
+    """A run that can be resumed: opened again with the same `facts`, it has the finished rows."""
 
     def __init__(self, path: Path, facts: dict[str, Any], about: dict[str, Any]) -> None:
-        """`facts` must be the same for a run to go on; `about` is what else is noted when it begins."""
+        """`facts` must be the same for a run to be resumed; `about` is noted once, when it begins."""
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ class RunFolder:
                 write_whole(path / RUN, json.dumps({"facts": facts, **about}, indent=1).encode() + b"\n")
             self.rows, self._size = _read_rows(path / ROWS)
             self._file = open(path / ROWS, "ab")  # noqa: SIM115 # closed by __exit__
-            # A line that a killed run left unfinished goes.
+            # Drop the line that a killed run left unfinished.
             self._file.truncate(self._size)
         except OSError as error:
             raise UserError(f"cannot write to {path}: {error.strerror or error}") from error

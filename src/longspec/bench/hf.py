@@ -15,13 +15,6 @@ from longspec.api import LongSpec
 from longspec.bench.runners import Answer, Asked
 from longspec.errors import UserError
 
-LABELS = {
-    "hf": "generate as it comes: eager, dynamic cache",
-    "hf-static": "static cache and torch.compile",
-    "hf-lookup": "its prompt lookup, 10 tokens",
-    "hf-assisted": "its assisted decoding, with --assistant",
-}
-
 
 class _Clock:
     """A streamer that notes when tokens come; the prompt comes first."""
@@ -41,6 +34,8 @@ class _Clock:
 
 class Transformers:
     """One way to call `generate`. Times are taken as ours are: the first token ends the prefill."""
+
+    same_when_sampled = False
 
     def __init__(self, label: str, theirs: Any, model: LongSpec, options: dict[str, Any]) -> None:
         self.label = label
@@ -95,7 +90,7 @@ class _Static(Transformers):
         from transformers import CompileConfig
 
         compiling: Any = CompileConfig(dynamic=False)
-        compiling._compile_all_devices = True  # else a CPU is passed over
+        compiling._compile_all_devices = True  # else a CPU is skipped
         super().__init__("hf-static", theirs, model, {"compile_config": compiling})
         self._caches: dict[int, Any] = {}
 
@@ -130,7 +125,7 @@ def _rounded(length: int) -> int:
 def baselines(
     model: LongSpec, folder: Path, assistant: Path | None
 ) -> tuple[list[Transformers], dict[str, str]]:
-    """Every way that can be had here, and why each of the others cannot.
+    """Every way that works here, and the reason why each of the others does not.
 
     `folder` is where the target came from.
     """

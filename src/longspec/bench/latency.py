@@ -6,25 +6,27 @@ Tokens that random weights draft are hardly ever accepted; what a round costs do
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from longspec.api import prepare_draft
 from longspec.attention import choose_backend
-from longspec.bench.bandwidth import copy_bandwidth
-from longspec.bench.environment import PeakMemory
+from longspec.bench.environment import PeakMemory, command_line, copy_bandwidth, machine
+from longspec.bench.plots import can_draw, draw_latency
+from longspec.bench.report import latency_markdown
 from longspec.bench.shapes import fill_pages, random_target, shape_named
 from longspec.bench.summary import Spread
 from longspec.config import DEFAULT_TREE, DraftConfig, ModelConfig
-from longspec.decoding.choose import Sampling
-from longspec.decoding.methods.make import MOST_NODES, MethodOptions, make_method
-from longspec.decoding.methods.vanilla import Vanilla
-from longspec.decoding.round import Method
-from longspec.engine.auto import NUM_LOOKUP
+from longspec.decoding.methods import MOST_NODES, VANILLA, Method, Tree
+from longspec.decoding.methods.tree import NUM_LOOKUP
+from longspec.decoding.sampling import Sampling
 from longspec.engine.costs import known_costs, place_rows
 from longspec.engine.device import Report
 from longspec.engine.engine import IN_FLIGHT, Engine
@@ -32,6 +34,7 @@ from longspec.engine.make import make_engine
 from longspec.engine.memory import page_size
 from longspec.errors import UserError
 from longspec.models.draft import DraftHead, GlideDraft
+from longspec.models.files import write_whole
 from longspec.models.layers import pack_linears
 from longspec.models.placement import (
     check_fits,
@@ -50,7 +53,7 @@ _WORKING = 2**28
 
 
 @dataclass(frozen=True)
-class Setting:
+class LatencySetting:
     """What is measured."""
 
     shape: str
@@ -80,7 +83,7 @@ class Setting:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.sampling is not None and (self.sampling.greedy or self.sampling.repetition_penalty != 1):
             raise UserError(f"{self.sampling} cannot be measured beside greedy; give a temperature above 0")
-        MethodOptions("tree", tree_shape=self.tree_shape, max_nodes=self.max_nodes)  # refuses what is wrong
+        Tree(self.tree_shape, self.max_nodes)  # refuses what is wrong
 
 
 @dataclass(frozen=True)
@@ -118,9 +121,9 @@ class Latency:
     """All that was taken from the device, with what graphs keep for themselves; of the process on a CPU."""
 
     @property
-    def share(self) -> float:
-        """Of the floor's speed that vanilla reaches."""
-        return self.floor / self.greedy.step.median
+    def modes(self) -> dict[str, Mode]:
+        """Greedy, and sampled where it was measured."""
+        return {"greedy": self.greedy} | ({"sampled": self.sampled} if self.sampled else {})
 
     @property
     def beyond(self) -> int:
@@ -131,6 +134,13 @@ class Latency:
     def sampling_costs(self) -> float | None:
         """How much longer a round takes when sampling: 0.1 is 10% longer."""
         return None if self.sampled is None else self.sampled.round.median / self.greedy.round.median - 1
+
+    def speeds(self, mode: Mode, tau: float | None) -> dict[str, float]:
+        """All rows together, per second: vanilla's tokens, the tree's rounds, and its tokens at `tau`."""
+        rounds = 1e3 * self.batch / mode.round.median
+        steps = 1e3 * self.batch / mode.step.median
+        speeds = {"vanilla_tokens_per_second": steps, "rounds_per_second": rounds}
+        return speeds if tau is None else speeds | {"tree_tokens_per_second": tau * rounds}
 
 
 @dataclass(frozen=True)
@@ -146,7 +156,7 @@ class Missing:
 class Latencies:
     """A whole run."""
 
-    setting: Setting
+    setting: LatencySetting
     device: torch.device
     dtype: torch.dtype
     replays: bool
@@ -158,10 +168,12 @@ class Latencies:
 
 
 class _NotMeasured(Exception):
-    """Says why."""
+    """Why a context and batch could not be measured."""
 
 
-def measure_latency(setting: Setting, on_line: Callable[[Latencies], None] = lambda run: None) -> Latencies:
+def measure_latency(
+    setting: LatencySetting, on_line: Callable[[Latencies], None] = lambda run: None
+) -> Latencies:
     """Every context with every batch; `on_line` is told after each what there is so far."""
     device = pick_device(setting.device)
     dtype = pick_dtype(setting.dtype, device)
@@ -192,20 +204,19 @@ def _line(
     target: Transformer, drafting: tuple[GlideDraft, DraftHead], context: int, batch: int, run: Latencies
 ) -> Latency:
     setting, config, device = run.setting, target.config, target.device
-    _let_go(device)
-    options = MethodOptions("tree", tree_shape=setting.tree_shape, max_nodes=setting.max_nodes)
+    _free(device)
+    tree = Tree(setting.tree_shape, setting.max_nodes)
     if setting.auto:
-        options = _planned_tree(_engine(target, drafting, context, batch, setting), context, batch)
-        _let_go(device)
+        tree = _planned_tree(_engine(target, drafting, context, batch, setting), context, batch)
+        _free(device)
     memory = PeakMemory(device)
     engine = _engine(target, drafting, context, batch, setting)
-    tree = make_method(options, drafting[0])
+    tree = tree.fit(engine.models)
     with engine.paused():
-        engine.device.reserve_nodes(sum(options.tree_shape) + 1)
+        engine.device.reserve_nodes(tree.num_drafted)
         modes = _times(engine, tree, context, batch, setting)
     ring = engine.device.slots.ring
     assert ring is not None
-    assert tree.tree_shape is not None
     peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else memory.peak
     return Latency(
         context,
@@ -228,7 +239,7 @@ def _engine(
     drafting: tuple[GlideDraft, DraftHead],
     context: int,
     batch: int,
-    setting: Setting,
+    setting: LatencySetting,
 ) -> Engine:
     """An engine whose every row has pages of its own, for this context and what the rounds may add."""
     config, dtype, device = target.config, target.dtype, target.device
@@ -254,27 +265,26 @@ def _can_fuse(target: Transformer) -> bool:
     return target.attention.can_fuse(target.embedding, target.config.head_dim)
 
 
-def _let_go(device: torch.device) -> None:
-    """Of the last engine and its graphs, so that their memory counts nowhere else."""
+def _free(device: torch.device) -> None:
+    """Free the last engine and its graphs, so that their memory is not counted again."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _planned_tree(engine: Engine, context: int, batch: int) -> MethodOptions:
+def _planned_tree(engine: Engine, context: int, batch: int) -> Tree:
     """The tree that `auto` ranks first here, by what is measured or remembered, whether or not it would draft
     at all."""
     with engine.paused() as device:
         engine.adopt(known_costs(device, engine.candidates, engine.width))
     policy, rows = engine.policy, device.bucket(batch)
-    trees = {name: one for name, one in policy.options.items() if one.method == "tree"}
-    best = max(trees, key=lambda name: policy.gain(trees[name]) / policy.costs.seconds(name, rows, context))
-    return trees[best]
+    trees = [one for one in policy.methods if isinstance(one, Tree)]
+    return max(trees, key=lambda one: policy.gain(one) / policy.costs.seconds(one, rows, context))
 
 
-def _times(engine: Engine, tree: Method, context: int, batch: int, setting: Setting) -> list[Mode]:
+def _times(engine: Engine, tree: Method, context: int, batch: int, setting: LatencySetting) -> list[Mode]:
     """Greedy, then sampled: vanilla and tree by turns, over the same pages."""
-    methods: dict[str, Method] = {"vanilla": Vanilla(), "tree": tree}
+    methods: dict[str, Method] = {"vanilla": VANILLA, "tree": tree}
     modes = []
     for sampling in [Sampling()] + ([setting.sampling] if setting.sampling else []):
         rows = torch.arange(batch, device=engine.device.slots.lengths.device)
@@ -283,24 +293,22 @@ def _times(engine: Engine, tree: Method, context: int, batch: int, setting: Sett
         for _ in range(setting.repeats):
             for name, method in methods.items():
                 place_rows(engine.device, batch, context)
-                if engine.models.fused and method.drafts:
+                if engine.models.fused and method.uses_draft:
                     engine.device.read_into_rings(range(batch))
-                seconds = _seconds_a_round(engine, name, method, batch, setting.rounds, not sampling.greedy)
+                seconds = _seconds_a_round(engine, method, batch, setting.rounds, not sampling.greedy)
                 taken[name].append(1e3 * seconds)
         modes.append(_mode(*taken.values()))
     return modes
 
 
-def _seconds_a_round(
-    engine: Engine, name: str, method: Method, batch: int, rounds: int, sampled: bool
-) -> float:
+def _seconds_a_round(engine: Engine, method: Method, batch: int, rounds: int, sampled: bool) -> float:
     """Of rounds one after the other, whose reports are read as late as the engine reads them."""
     device, flight = engine.device, deque[Report]()
     in_flight = IN_FLIGHT if engine.models.target.device.type == "cuda" else 0
 
     def run(count: int) -> None:
         for _ in range(count):
-            flight.append(device.round(("latency", name), method, batch, [True] * batch, sampled))
+            flight.append(device.round(method, batch, [True] * batch, sampled))
             while len(flight) > in_flight:
                 flight.popleft().read()
         while flight:
@@ -322,3 +330,43 @@ def read_bytes(config: ModelConfig, dtype: torch.dtype, context: int, batch: int
     unread = 0 if config.tied_head else config.vocab_size * config.hidden_size
     kv = batch * context * config.kv_bytes_per_token(dtype.itemsize)
     return (config.num_parameters - unread) * dtype.itemsize + kv
+
+
+def to_json(run: Latencies, tau: float | None) -> dict[str, Any]:
+    """Everything, for machines."""
+    return {
+        "command": command_line(),
+        "environment": machine(run.device, run.dtype),
+        "setting": asdict(run.setting),
+        "replays": run.replays,
+        "bandwidth": run.bandwidth,
+        "lines": [_line_to_json(line, tau) for line in run.lines],
+        "missing": [asdict(one) for one in run.missing],
+    }
+
+
+def _line_to_json(line: Latency, tau: float | None) -> dict[str, Any]:
+    values = asdict(line) | {
+        "share_of_floor": line.floor / line.greedy.step.median,
+        "memory_beyond_weights_and_kv": line.beyond,
+        "sampling_costs": line.sampling_costs,
+    }
+    for name, mode in line.modes.items():
+        values[name] |= line.speeds(mode, tau)
+    return values
+
+
+def write_report(run: Latencies, folder: Path, tau: float | None) -> None:
+    """Put latency.json, latency.md and, where matplotlib is there, latency.png into a folder."""
+    files = {
+        "latency.json": json.dumps(to_json(run, tau), indent=1).encode() + b"\n",
+        "latency.md": latency_markdown(run, tau).encode(),
+    }
+    if run.lines and can_draw():
+        files["latency.png"] = draw_latency(run)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            write_whole(folder / name, data)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error

@@ -15,8 +15,8 @@ import numpy as np
 from longspec.api import LongSpec
 from longspec.bench.environment import command_line, environment
 from longspec.bench.run import WARM_UP
-from longspec.bench.runners import read_method
 from longspec.bench.workloads import Workload
+from longspec.decoding.methods.registry import read_label
 from longspec.engine.sequence import Sequence as Request
 from longspec.errors import UserError
 from longspec.progress import Advance
@@ -44,7 +44,7 @@ class LoadSetting:
     """Of the arrivals; the answer to request i has the seed `seed + i`."""
 
     def __post_init__(self) -> None:
-        read_method(self.method)
+        read_label(self.method)
         for name in ("requests", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -67,13 +67,13 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Percentiles | None:
-        """Those of some values; None of none."""
+        """Those of these values; None where there are none."""
         return cls(*(float(one) for one in np.percentile(values, (50, 90, 99)))) if values else None
 
 
 @dataclass(frozen=True)
 class LoadLine:
-    """How one rate went."""
+    """The result of one rate."""
 
     rate: float | None
     """Requests per second; None: all were submitted at once."""
@@ -122,8 +122,10 @@ def measure_load(
     setting: LoadSetting,
     bar: Bar = lambda label, total: nullcontext(lambda number: None),
 ) -> LoadRun:
-    """All rates in order; with shares, everything at once before them. `bar` is given a label and a number of
-    requests, and gives what is to be called for each that ends."""
+    """All rates in order; with shares, everything at once before them.
+
+    `bar(label, total)` gives a function to call for each request that ends.
+    """
     prompts = [item.prompt(model, []) for item in workload.items]
     asked = [prompts[number % len(prompts)] for number in range(setting.requests)]
     num_prompts = min(len(prompts), setting.requests)
@@ -162,7 +164,7 @@ class _Watch:
         self._seen = 0
 
     def note(self) -> None:
-        """Something may have come."""
+        """Note the time, if tokens have come."""
         if len(self.request.tokens) > self._seen:
             self._seen = len(self.request.tokens)
             self.times.append(time.perf_counter())
@@ -191,16 +193,16 @@ def _send(
     share: float | None,
     advance: Advance,
 ) -> LoadLine:
-    """Submit every request when it is due, and see each of them through."""
+    """Send all requests at one rate."""
     engine, inbox = model.engine, SimpleQueue[Request]()
     sampling = replace(model.defaults, temperature=setting.temperature)
-    options = read_method(setting.method)
+    method = read_label(setting.method)
     engine.forget()
     before, started = engine.statistics, time.perf_counter()
     watches = [
         _Watch(
             Request(
-                prompt, setting.max_new_tokens, sampling, setting.seed + number, model.eos_ids, options,
+                prompt, setting.max_new_tokens, sampling, setting.seed + number, model.eos_ids, method,
                 on_news=inbox.put,
             ),
             started + due,
@@ -211,7 +213,7 @@ def _send(
     ]  # fmt: skip
     try:
         with engine.serving():
-            _see_through(model, watches, inbox, advance)
+            _wait_for_all(model, watches, inbox, advance)
     finally:
         for watch in watches:
             engine.cancel(watch.request)
@@ -220,10 +222,10 @@ def _send(
     return _line(watches, started, rate, share, counts)
 
 
-def _see_through(
+def _wait_for_all(
     model: LongSpec, watches: Sequence[_Watch], inbox: SimpleQueue[Request], advance: Advance
 ) -> None:
-    """Until all have finished, or nobody is given anything any more."""
+    """Submit requests when they are due, until all have finished or no token has come for too long."""
     open_watches = {watch.request: watch for watch in watches}
     coming = list(reversed(watches))
     while open_watches:

@@ -4,79 +4,171 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longspec.bench.summary import ALL, Figures
 
-Draw = Callable[[Any, Sequence[Figures]], bool]
+if TYPE_CHECKING:
+    from longspec.bench.latency import Latencies
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A picture of a run."""
+
+    draw: Callable[[Sequence[Figures]], Any]
+    """Gives a matplotlib figure, or None where there is nothing to show."""
+    caption: str
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
 
 
 def draw_all(figures: Sequence[Figures]) -> dict[str, bytes]:
-    """PNG pictures by name; those that have something to show. None at all where matplotlib is missing."""
-    if find_spec("matplotlib") is None:
+    """PNG pictures by name; those that have something to show. None at all without matplotlib."""
+    if not can_draw():
         return {}
+    drawn = {name: plot.draw(figures) for name, plot in PLOTS.items()}
+    return {name: to_png(figure) for name, figure in drawn.items() if figure is not None}
+
+
+def to_png(figure: Any) -> bytes:
+    """A matplotlib figure as the bytes of a PNG."""
+    buffer = io.BytesIO()
+    # Without the version of matplotlib, the same figures give the same bytes.
+    figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _canvas(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
-    pictures = {}
-    for name, draw in PLOTS.items():
-        figure = Figure(figsize=(7, 3.6), layout="constrained")
-        axes = figure.subplots()
-        if not draw(axes, figures):
-            continue
-        axes.grid(alpha=0.3)
-        axes.set_axisbelow(True)
-        buffer = io.BytesIO()
-        # Without the version of matplotlib, the same figures give the same bytes.
-        figure.savefig(buffer, format="png", dpi=100, metadata={"Software": None})
-        pictures[name] = buffer.getvalue()
-    return pictures
+    return Figure(figsize=(width, height), layout="constrained")
 
 
-def _kinds(figures: Sequence[Figures]) -> list[Figures]:
-    return [one for one in figures if one.kind != ALL]
+def _group(one: Figures, figures: Sequence[Figures]) -> str:
+    """The prompts of a line, with no more words than tell them apart from the others."""
+    name = one.name if len({other.workload for other in figures}) > 1 else one.kind
+    return name if len({other.temperature for other in figures}) == 1 else f"{name}, T={one.temperature:g}"
 
 
-def _methods(figures: Sequence[Figures]) -> list[str]:
-    return list(dict.fromkeys(one.method for one in figures))
+def _draw_speedup(figures: Sequence[Figures]) -> Any:
+    """Lines over the prompt's length where kinds are lengths, else bars by kind."""
+    measured = [one for one in figures if "vanilla" in one.speedup and one.method != "vanilla"]
+    if not measured:
+        return None
+    kinds = [one for one in measured if one.kind != ALL]
+    if all(one.kind.isdecimal() for one in kinds) and len({one.kind for one in kinds}) > 1:
+        return _draw_lines(kinds)
+    return _draw_bars(measured)
 
 
-def _speedup_by_context(axes: Any, figures: Sequence[Figures]) -> bool:
-    for index, method in enumerate(_methods(figures)):
-        own = [one for one in _kinds(figures) if one.method == method and "vanilla" in one.speedup]
-        own.sort(key=lambda one: one.prompt_tokens)
+def _draw_bars(figures: Sequence[Figures]) -> Any:
+    groups = list(dict.fromkeys(_group(one, figures) for one in figures))
+    methods = list(dict.fromkeys(one.method for one in figures))
+    thickness = 0.8 / len(methods)
+    canvas = _canvas(7, 1.2 + 0.24 * len(groups) * max(len(methods), 2))
+    axes = canvas.subplots()
+    for number, method in enumerate(methods):
+        own = {_group(one, figures): one.speedup["vanilla"] for one in figures if one.method == method}
+        places = [groups.index(group) + (number - (len(methods) - 1) / 2) * thickness for group in own]
+        medians = [ratio.median for ratio in own.values()]
+        bars = axes.barh(places, medians, thickness * 0.9, color=f"C{number}", label=method)
+        axes.bar_label(bars, [f"{median:.2f}" for median in medians], padding=3, fontsize="small")
+    axes.axvline(1, color="0.4", linewidth=1, linestyle="--")
+    axes.set_yticks(range(len(groups)), groups)
+    axes.invert_yaxis()
+    axes.set(xlabel="decoding speed, vanilla = 1")
+    axes.margins(x=0.1)
+    axes.grid(alpha=0.3, axis="x")
+    axes.set_axisbelow(True)
+    canvas.legend(loc="outside upper center", ncols=min(4, len(methods)), fontsize="small")
+    return canvas
+
+
+def _draw_lines(figures: Sequence[Figures]) -> Any:
+    canvas = _canvas(7, 3.6)
+    axes = canvas.subplots()
+    lines: dict[str, list[Figures]] = {}
+    for one in sorted(figures, key=lambda one: one.prompt_tokens):
+        lines.setdefault(f"{one.method}, {one.workload}, T={one.temperature:g}", []).append(one)
+    for number, (label, own) in enumerate(lines.items()):
         ratios = [one.speedup["vanilla"] for one in own]
-        lower = [one.median - one.least for one in ratios]
-        upper = [one.most - one.median for one in ratios]
-        medians, lengths = [one.median for one in ratios], [one.prompt_tokens for one in own]
-        # Only lengths of one kind of text make a curve; prompts of different kinds are points.
-        line = "-" if all(one.kind.isdecimal() for one in own) else "none"
-        style = {"color": f"C{index}", "marker": "o", "capsize": 3, "label": method, "linestyle": line}
-        axes.errorbar(lengths, medians, yerr=[lower, upper], **style)
+        errors = [[one.median - one.least for one in ratios], [one.most - one.median for one in ratios]]
+        axes.errorbar(
+            [one.prompt_tokens for one in own], [one.median for one in ratios], yerr=errors,
+            color=f"C{number}", marker="o", capsize=3, label=label,
+        )  # fmt: skip
+    axes.axhline(1, color="0.4", linewidth=1, linestyle="--")
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.set(xlabel="prompt tokens", ylabel="decoding speed against vanilla")
-    axes.legend()
-    return True
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set(xlabel="prompt tokens", ylabel="decoding speed, vanilla = 1")
+    axes.grid(alpha=0.3)
+    canvas.legend(loc="outside upper center", ncols=min(3, len(lines)), fontsize="small")
+    return canvas
 
 
-def _acceptance_by_depth(axes: Any, figures: Sequence[Figures]) -> bool:
-    drawn = False
-    for index, method in enumerate(_methods(figures)):
-        own = [one for one in _kinds(figures) if one.method == method and one.acceptance]
-        for one in own:
-            depths = range(1, len(one.acceptance) + 1)
-            label = method if one is own[0] else None
-            axes.plot(depths, one.acceptance, color=f"C{index}", marker="o", alpha=0.6, label=label)
-            drawn = True
-    axes.set(xlabel="depth", ylabel="share of rounds accepted there", ylim=(0, 1))
-    axes.locator_params(axis="x", integer=True)
-    if drawn:
-        axes.legend()
-    return drawn
+def _draw_acceptance(figures: Sequence[Figures]) -> Any:
+    """One panel per method, one line per kind in its own colour."""
+    drafted = [one for one in figures if one.kind != ALL and one.acceptance]
+    methods = list(dict.fromkeys(one.method for one in drafted))
+    if not drafted:
+        return None
+    groups = list(dict.fromkeys(_group(one, drafted) for one in drafted))
+    canvas = _canvas(7, 0.6 + 2.6 * len(methods))
+    panels = canvas.subplots(len(methods), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    shown: dict[str, Any] = {}
+    for method, axes in zip(methods, panels, strict=True):
+        for one in (one for one in drafted if one.method == method):
+            group, depths = _group(one, drafted), range(1, len(one.acceptance) + 1)
+            # Ten colours; with more kinds they come again with another line.
+            number = groups.index(group)
+            style = "-" if number < 10 else "--"
+            (shown[group],) = axes.plot(depths, one.acceptance, style, color=f"C{number % 10}", marker="o")
+        axes.set(title=method, ylabel="share of rounds", ylim=(0, 1.04))
+        axes.locator_params(axis="x", integer=True)
+        axes.grid(alpha=0.3)
+    panels[-1].set_xlabel("depth")
+    canvas.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize="small")
+    return canvas
 
 
-PLOTS: dict[str, Draw] = {
-    "speedup_by_context": _speedup_by_context,
-    "acceptance_by_depth": _acceptance_by_depth,
+PLOTS = {
+    "speedup": Plot(_draw_speedup, "Decoding speed against vanilla in the same run."),
+    "acceptance_by_depth": Plot(
+        _draw_acceptance, "How many rounds kept a drafted token at each depth, by kind of prompt."
+    ),
 }
+
+
+def draw_latency(run: Latencies) -> bytes:
+    """Milliseconds and ratio of steps and rounds by context."""
+    canvas = _canvas(11, 4)
+    times, ratios = canvas.subplots(1, 2)
+    for number, batch in enumerate(run.setting.batches):
+        own = [line for line in run.lines if line.batch == batch]
+        contexts = [line.context for line in own]
+        style = {"color": f"C{number}", "marker": "o"}
+        times.plot(contexts, [one.greedy.round.median for one in own], label=f"round, batch {batch}", **style)
+        steps = [one.greedy.step.median for one in own]
+        times.plot(contexts, steps, linestyle="--", label=f"vanilla step, batch {batch}", **style)
+        floors = [one.floor for one in own]
+        times.plot(contexts, floors, linestyle=":", label=f"floor, batch {batch}", **style)
+        ratio = [one.greedy.ratio.median for one in own]
+        ratios.plot(contexts, ratio, label=f"greedy, batch {batch}", **style)
+        if run.setting.sampling is not None:
+            ratio = [one.sampled.ratio.median for one in own if one.sampled]
+            ratios.plot(contexts, ratio, linestyle="--", label=f"sampled, batch {batch}", **style)
+    times.set(ylabel="milliseconds", yscale="log", title=f"{run.setting.shape}, {run.device}")
+    ratios.set(ylabel="round / vanilla step", ylim=(0, None))
+    for axes in (times, ratios):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.set_xlabel("context, tokens")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    return to_png(canvas)

@@ -1,94 +1,283 @@
-"""Runs as one HTML page that needs nothing else: no network, no script; whatever a model wrote is escaped."""
+"""A run for people: tables in Markdown, and one HTML page that needs no network and no script."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from longspec.bench.environment import command_line, machine
 from longspec.bench.folder import Row, read_run
-from longspec.bench.markdown import MAIN, against, cells, load_average, speed_of
 from longspec.bench.plots import PLOTS, draw_all
-from longspec.bench.summary import Figures, summarise
+from longspec.bench.summary import ALL, Figures, Spread, summarise
+from longspec.models.files import write_whole
+from longspec.models.placement import gigabytes
 
+if TYPE_CHECKING:
+    from longspec.bench.latency import Latencies, Latency
+
+MAIN = (
+    *("prompts", "T", "method", "tokens/s", "speedup", "tau", "no loops", "prefill s", "memory"),
+    "same as vanilla",
+)
 # Of an answer that is shown; a long one says enough by its beginning.
 _MOST_TOKENS = 400
-_CAPTIONS = {
-    "speedup_by_context": "Decoding speed against vanilla in the same run, by the prompt's length.",
-    "acceptance_by_depth": "How many rounds kept a drafted token at each depth; one line per kind of prompt.",
-}
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
-  color: #1b1f24; background: #fff; }
-h1, h2, h3 { line-height: 1.2; }
-table { border-collapse: collapse; margin: 1rem 0; font-size: 14px; }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid #d9dde2; text-align: left; }
-td { font-variant-numeric: tabular-nums; white-space: nowrap; }
-tr.first td { border-top: 2px solid #8a929c; }
-.scroll { overflow-x: auto; }
-figure { display: inline-block; margin: 0 1rem 1rem 0; width: 32rem; max-width: 100%; }
-figure img { width: 100%; }
-figcaption, .small { color: #59636e; font-size: 13px; }
-code { background: #f2f4f6; padding: .1rem .3rem; overflow-wrap: anywhere; }
-.answer { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid #d9dde2; border-radius: 4px;
-  padding: .6rem .8rem; font: 13px/1.6 ui-monospace, monospace; }
-.t { border-radius: 2px; }
-.d0 { background: #e3e6ea; } .d1 { background: #d4efdc; } .d2 { background: #b3e2c4; }
-.d3 { background: #8fd3ac; } .d4 { background: #6bc393; } .d5 { background: #4caf7d; }
-"""
 # Nothing is fetched and no script runs, even if an escape were missing.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
-def write_report(runs: Sequence[Path], output: Path, num_answers: int = 4) -> None:
-    """Write the page of one or more runs, finished or not."""
-    from longspec.models.files import write_whole
+def spread(value: Spread | None, digits: int = 2) -> str:
+    """The median, and the least and the greatest where they differ from it."""
+    if value is None:
+        return "-"
+    text = f"{value.median:.{digits}f}"
+    ends = f"{value.least:.{digits}f} to {value.most:.{digits}f}"
+    return text if ends == f"{text} to {text}" else f"{text} ({ends})"
 
+
+def load_averages(rows: Sequence[Row]) -> str:
+    """The machine's load while these were measured, from the least to the greatest."""
+    loads = [row["load_average"] for row in rows]
+    return " to ".join(f"{load:g}" for load in sorted({min(loads), max(loads)}))
+
+
+def sameness(one: Figures) -> str:
+    """Whether it said what vanilla says."""
+    if not one.compared:
+        return "-"
+    if not one.different:
+        return "yes"
+    margin = "no margin known" if one.largest_margin is None else f"margin at most {one.largest_margin:.2g}"
+    ties = "all" if one.ties == one.different else one.ties
+    return f"{one.different} of {one.compared} differ, {margin}, {ties} within rounding"
+
+
+def cells(one: Figures) -> list[str]:
+    """A line of the main table."""
+    return [
+        one.name,
+        f"{one.temperature:g}",
+        _method_name(one),
+        spread(one.tokens_per_second, 1),
+        spread(one.speedup.get("vanilla")),
+        *("-" if tau is None else f"{tau:.2f}" for tau in (one.tau, one.tau_without_loops)),
+        spread(one.prefill_seconds),
+        f"{one.memory_above_start / 1e6:,.0f} MB",
+        "it is vanilla" if one.method == "vanilla" else sameness(one),
+    ]
+
+
+def _method_name(one: Figures) -> str:
+    """The method, and for `auto` what it settled on."""
+    return f"auto ({', '.join(one.ran)})" if one.method == "auto" else one.method
+
+
+def fastest_peer(one: Figures) -> str | None:
+    """The fastest way of `transformers` in the same run."""
+    peers = [name for name in one.speedup if name.startswith("hf")]
+    return min(peers, key=lambda name: one.speedup[name].median, default=None)
+
+
+def _against_peers(figures: Sequence[Figures]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of the table of ratios against `transformers`; no lines without it."""
+    bases = list(dict.fromkeys(base for one in figures for base in one.speedup if base.startswith("hf")))
+    lines = [
+        [one.name, f"{one.temperature:g}", _method_name(one)]
+        + [spread(one.speedup.get(base)) for base in bases]
+        for one in figures
+        if bases and not one.method.startswith("hf")
+    ]
+    return ["prompts", "T", "method", *(f"against {base}" for base in bases)], lines
+
+
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+
+
+def repeats_text(repeats: int) -> str:
+    """What the figures of so many repeats are."""
+    return "one repeat" if repeats == 1 else f"median of {repeats} repeats (least to most)"
+
+
+def about(run: Mapping[str, Any]) -> str:
+    """How a run was measured, in two sentences."""
+    facts = run["facts"]
+    speed = "decoding alone"
+    if (batch := facts.get("batch", 1)) > 1:
+        speed = f"up to {batch} answers side by side, from their submission to the end of the last one"
+    return (
+        f"Begun {run['begun']}. Whole answers of at most {facts['max_new_tokens']} tokens; speeds are of "
+        f"{speed}, {repeats_text(facts['repeats'])}; speedups are against vanilla in this run."
+    )
+
+
+def markdown(figures: Sequence[Figures], run: Mapping[str, Any]) -> str:
+    """Everything about a run that fits in a text."""
+    environment = run["facts"]["environment"].items()
+    parts = [
+        f"`{run['command']}`",
+        ", ".join(f"{name} {value}" for name, value in environment if value is not None),
+        about(run),
+        table(MAIN, [cells(one) for one in figures]),
+    ]
+    header, lines = _against_peers(figures)
+    if lines:
+        parts += ["Against `transformers` in the same run:", table(header, lines)]
+    parts += [f"Left out: {name}: {why}." for name, why in run.get("left_out", {}).items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def latency_markdown(run: Latencies, tau: float | None = None) -> str:
+    """The costs of steps and rounds."""
+    setting = run.setting
+    facts = machine(run.device, run.dtype).items()
+    how = "captured and replayed" if run.replays else "run by the host"
+    parts = [
+        f"`{command_line()}`",
+        ", ".join(f"{name} {value}" for name, value in facts if value is not None),
+        f"Shape {setting.shape} with random weights and KV; rounds {how}; vanilla and tree by turns, "
+        f"{setting.rounds} rounds at a time, {repeats_text(setting.repeats)}. The floor reads weights and KV "
+        f"once, at the {run.bandwidth / 1e9:,.1f} GB/s of a large copy.",
+    ]
+    if run.lines:
+        parts += [_cost_table(run.lines, tau), _memory_table(run.lines), _ring_text(run.lines)]
+        if run.device.type == "cpu":
+            parts.append("The peak is that of the whole process.")
+    if setting.sampling is not None:
+        sampling = f"temperature {setting.sampling.temperature:g}, top-p {setting.sampling.top_p:g}"
+        parts.append(f"Sampled: {sampling}; *more*: how much longer its round takes than greedy's.")
+    parts += [f"Context {one.context:,}, batch {one.batch}: {one.why}." for one in run.missing]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cost_table(lines: Sequence[Latency], tau: float | None) -> str:
+    header = ["context", "batch", "tree", "nodes", "choice", "step ms", "of the floor", "tokens/s"]
+    header += ["round ms", "rounds/s", "round / step", "more"]
+    header += [] if tau is None else [f"tokens/s at tau {tau:g}"]
+    rows = []
+    for line in lines:
+        for name, mode in line.modes.items():
+            speeds = [f"{speed:,.0f}" for speed in line.speeds(mode, tau).values()]
+            more = line.sampling_costs if name == "sampled" else None
+            tree = ",".join(map(str, line.tree_shape))
+            rows.append(
+                [
+                    *(f"{line.context:,}", str(line.batch), tree, str(line.nodes), name),
+                    *(spread(mode.step, 3), f"{line.floor / mode.step.median:.2f}", speeds[0]),
+                    *(spread(mode.round, 3), speeds[1], spread(mode.ratio)),
+                    *("-" if more is None else f"{more:+.0%}", *speeds[2:]),
+                ]
+            )
+    return table(header, rows)
+
+
+def _memory_table(lines: Sequence[Latency]) -> str:
+    header = ("context", "batch", "weights", "KV", "draft weights", "draft KV a row", "peak", "beyond")
+    rows = [
+        [
+            *(f"{line.context:,}", str(line.batch), gigabytes(line.weights_bytes), gigabytes(line.kv_bytes)),
+            *(gigabytes(line.draft_weights_bytes), f"{line.draft_kv_bytes:,} bytes"),
+            *(gigabytes(line.peak_memory), gigabytes(line.beyond)),
+        ]
+        for line in lines
+    ]
+    return table(header, rows)
+
+
+def _ring_text(lines: Sequence[Latency]) -> str:
+    """What the draft's constant memory comes to. Its size follows the tree, so trees are told apart."""
+    sizes = {(line.tree_shape, line.draft_kv_bytes) for line in lines}
+    same = len(sizes) == len({shape for shape, _ in sizes})
+    about = "the same at every context and batch" if same else "NOT the same at every context and batch"
+    return f"The draft's KV of a row is {about}; *beyond* is the peak without the target's weights and KV."
+
+
+# The page; whatever a model wrote is escaped
+
+
+def write_page(runs: Sequence[Path], output: Path, num_answers: int = 4) -> None:
+    """Write the page of one or more runs, finished or not."""
     write_whole(output, page([(path.resolve().name, *read_run(path)) for path in runs], num_answers).encode())
 
 
 def page(runs: Sequence[tuple[str, dict[str, Any], list[Row]]], num_answers: int) -> str:
     """The page, of runs with their names."""
-    title = "LongSpec: " + ", ".join(name for name, _, _ in runs)
-    body = "\n".join(_run(name, run, rows, num_answers) for name, run, rows in runs)
+    alone = len(runs) == 1
+    title = f"LongSpec: {runs[0][0]}" if alone else "LongSpec benchmarks"
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    body = "\n".join(
+        ("" if alone else f"<h2>{escape(name)}</h2>\n") + _run(run, rows, num_answers)
+        for name, run, rows in runs
+    )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n"
         f"<body><h1>{escape(title)}</h1>\n{body}</body></html>\n"
     )
 
 
-def _run(name: str, run: dict[str, Any], rows: list[Row], num_answers: int) -> str:
-    figures, facts = summarise(rows), run["facts"]
+def _run(run: dict[str, Any], rows: list[Row], num_answers: int) -> str:
+    figures = summarise(rows)
     parts = [
-        f"<h2>{escape(name)}</h2>",
+        _cards(figures),
+        f"<p>{escape(about(run))} tau is how many tokens a round emits. Memory is what an answer took "
+        "beyond what was in use before it.</p>",
         f"<p><code>{escape(run['command'])}</code></p>",
-        f"<p>Begun {escape(run['begun'])}. Whole answers of at most {facts['max_new_tokens']} tokens. Speeds "
-        f"are of {speed_of(facts)}; figures are medians of {facts['repeats']} repeats, least and most in "
-        "brackets. A speedup is against vanilla in the same run. Memory is what an answer took beyond "
-        "what was in use before it.</p>",
-        _table(MAIN, [cells(one) for one in figures]),
+        _pictures(figures),
+        _html_table(MAIN, [cells(one) for one in figures]),
     ]
-    header, lines = against(figures)
+    header, lines = _against_peers(figures)
     if lines:
-        parts += ["<h3>Against transformers in the same run</h3>", _table(header, lines)]
+        parts += ["<h3>Against transformers in the same run</h3>", _html_table(header, lines)]
     left_out = "".join(
         f"<li>{escape(what)}: {escape(why)}</li>" for what, why in run.get("left_out", {}).items()
     )
     parts.append(f"<p>Left out:</p><ul>{left_out}</ul>" if left_out else "")
-    parts.append(_pictures(figures))
     parts += ["<h3>Where the tokens came from</h3>", _legend(), *_answers(rows, num_answers)]
-    environment = [[what, str(value)] for what, value in facts["environment"].items() if value is not None]
-    environment.append(["load average while it ran", load_average(rows)])
-    parts += ["<h3>Environment</h3>", _table(("", ""), environment)]
+    facts = run["facts"]["environment"].items()
+    environment = [[what, str(value)] for what, value in facts if value is not None]
+    environment.append(["load average while it ran", load_averages(rows)])
+    parts += ["<h3>Environment</h3>", _html_table(("", ""), environment)]
     return "\n".join(parts)
 
 
-def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def headline_of(figures: Sequence[Figures]) -> Figures | None:
+    """The figures that sum a run up: of `auto`, or of the fastest method, over all prompts of a workload."""
+    ours = [
+        one for one in figures if "vanilla" in one.speedup and not one.method.startswith(("hf", "vanilla"))
+    ]
+    wide = [one for one in ours if one.kind == ALL] or ours
+    fastest = max(wide, key=lambda one: one.speedup["vanilla"].median, default=None)
+    return next((one for one in wide if one.method == "auto"), fastest)
+
+
+def _cards(figures: Sequence[Figures]) -> str:
+    """The headline numbers."""
+    one = headline_of(figures)
+    if one is None:
+        return ""
+    where = f"{one.method} on {one.name}, temperature {one.temperature:g}"
+    found = [(f"{one.speedup['vanilla'].median:.2f}×", f"as fast as vanilla: {where}")]
+    if (peer := fastest_peer(one)) is not None:
+        found.append((f"{one.speedup[peer].median:.2f}×", f"as fast as transformers at its fastest ({peer})"))
+    found.append((f"{one.tokens_per_second.median:,.1f}", "tokens per second"))
+    if one.tau is not None:
+        found.append((f"{one.tau:.2f}", "tokens per round (tau)"))
+    if one.compared:
+        found.append((f"{one.compared - one.different} of {one.compared}", "answers the same as vanilla's"))
+    shown = "".join(
+        f'<div class="card"><b>{escape(number)}</b>{escape(what)}</div>' for number, what in found
+    )
+    return f'<div class="cards">{shown}</div>'
+
+
+def _html_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body, before = [], None
     for line in lines:
@@ -104,25 +293,24 @@ def _pictures(figures: Sequence[Figures]) -> str:
     if not pictures:
         return "<p>No plots: pip install 'longspec[bench]'</p>"
     shown = []
-    for name in PLOTS:
-        if name in pictures:
-            data = base64.b64encode(pictures[name]).decode()
-            caption = escape(_CAPTIONS[name])
-            shown.append(
-                f'<figure><img alt="{caption}" src="data:image/png;base64,{data}">'
-                f"<figcaption>{caption}</figcaption></figure>"
-            )
+    for name, picture in pictures.items():
+        data, caption = base64.b64encode(picture).decode(), escape(PLOTS[name].caption)
+        shown.append(
+            f'<figure><img alt="{caption}" src="data:image/png;base64,{data}">'
+            f"<figcaption>{caption}</figcaption></figure>"
+        )
     return "\n".join(shown)
 
 
 def _legend() -> str:
     shades = "".join(
-        f'<span class="t d{depth}"> depth {depth}{" or more" if depth == 5 else ""} </span> '
+        f'<li><span class="t d{depth}">depth {depth}{" or more" if depth == 5 else ""}</span></li>'
         for depth in range(1, 6)
     )
     return (
-        '<p class="small"><span class="t d0"> from the target itself </span> drafted and accepted at '
-        f"{shades}Hold the pointer over a token for its depth.</p>"
+        '<ul class="legend"><li><span class="t d0">the target itself</span></li>'
+        f"<li>drafted and accepted at</li>{shades}</ul>\n"
+        '<p class="small">Hold the pointer over a token to see its depth.</p>'
     )
 
 
@@ -141,13 +329,14 @@ def _answers(rows: Sequence[Row], number: int) -> list[str]:
 
 def _answer(row: Row) -> str:
     tau = row["decoded_tokens"] / row["rounds"]
-    where = f"{row['workload']}/{row['item']}, temperature {row['temperature']:g}"
-    about = f"{where}, {row['method']}, tau {tau:.2f}"
-    texts = []
-    for pieces, depths in zip(row["pieces"], row["depths"], strict=True):
+    about = f"{row['workload']}/{row['item']}, temperature {row['temperature']:g}, {row['method']}"
+    texts = [f'<p class="small">{escape(about)}, tau {tau:.2f}</p>']
+    for turn, (pieces, depths) in enumerate(zip(row["pieces"], row["depths"], strict=True), 1):
+        if len(row["pieces"]) > 1:
+            texts.append(f'<p class="turn">Answer of turn {turn}</p>')
         shown = [
             f'<span class="t d{min(depth, 5)}" title="depth {depth}">{escape(piece)}</span>'
             for piece, depth in zip(pieces[:_MOST_TOKENS], depths[:_MOST_TOKENS], strict=True)
         ]
         texts.append(f'<div class="answer">{"".join(shown)}</div>')
-    return f'<p class="small">{escape(about)}</p>' + "".join(texts)
+    return "".join(texts)

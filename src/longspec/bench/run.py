@@ -1,21 +1,30 @@
-"""The measuring itself: every method on every prompt, taking turns, one finished row at a time."""
+"""A benchmark of whole answers: every method on every prompt, taking turns, one finished row at a time."""
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from longspec.api import LongSpec
-from longspec.bench.environment import PeakMemory, load_average
+from longspec.bench.environment import PeakMemory, command_line, environment, load_average
 from longspec.bench.exact import describe_difference, first_difference
-from longspec.bench.folder import Row, RunFolder, row_key
-from longspec.bench.runners import Answer, Asked, Runner, accepted_by_depth
-from longspec.bench.workloads import Item, Workload
+from longspec.bench.folder import Row, RunFolder, read_run, row_key
+from longspec.bench.plots import draw_all
+from longspec.bench.report import markdown
+from longspec.bench.runners import Answer, Asked, OurMethod, Runner, accepted_by_depth, read_method
+from longspec.bench.summary import Figures, summarise, to_json
+from longspec.bench.workloads import Item, Workload, fitting
+from longspec.errors import UserError
+from longspec.models.files import write_whole
+from longspec.progress import Advance
 from longspec.text import pieces_of
 
 # Tokens of a warm-up.
@@ -23,25 +32,102 @@ WARM_UP = 8
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is to be measured."""
+class RunSetting:
+    """What a benchmark does with its workloads."""
 
-    workloads: Sequence[Workload]
-    temperatures: Sequence[float]
-    repeats: int
-    max_new_tokens: int
+    methods: Sequence[str]
+    """As `--methods` names them; vanilla is always measured."""
+    temperatures: Sequence[float] = (0.0,)
+    repeats: int = 3
+    max_new_tokens: int = 64
+    limit: int | None = None
+    """The most prompts of each kind; None takes all."""
     batch: int = 1
-    """Prompts of one kind that are answered side by side."""
+    """So many prompts of one kind are answered side by side."""
+
+    def __post_init__(self) -> None:
+        if not self.methods:
+            raise UserError("there are no methods; name one or more, such as auto,lookup")
+        for label in self.methods:
+            read_method(label)
+        for name, least in {"repeats": 1, "max_new_tokens": 2, "limit": 1, "batch": 1}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"{name} is {value}; it must be at least {least}")
+        if not self.temperatures or not all(0 <= one < float("inf") for one in self.temperatures):
+            raise UserError(f"temperatures are {list(self.temperatures)}; give one or more, none below 0")
 
     @property
-    def generations(self) -> int:
-        """How many rows it makes for each method."""
-        return sum(len(one.items) for one in self.workloads) * len(self.temperatures) * self.repeats
+    def labels(self) -> list[str]:
+        """The methods, each once; vanilla first, because the others are compared with it."""
+        return list(dict.fromkeys(("vanilla", *self.methods)))
+
+
+def bench(
+    model: LongSpec,
+    workloads: Sequence[Workload],
+    setting: RunSetting,
+    output: Path,
+    others: Sequence[Runner] = (),
+    left_out: dict[str, str] | None = None,
+    bar: Callable[[int], AbstractContextManager[Advance]] = lambda total: nullcontext(lambda number: None),
+) -> list[Figures]:
+    """Measure into `output`, or go on with what is there; writes summary.json, report.md and plots.
+
+    `others` are measured beside our methods. `bar` is given the number of rows, and gives a function to call
+    with the number of those that are finished.
+    """
+    chosen = [fitting(one.first(setting.limit), model, setting.max_new_tokens) for one in workloads]
+    runners: list[Runner] = [OurMethod(model, label) for label in setting.labels]
+    runners += others
+    tasks = [batch for repeat in range(setting.repeats) for batch in _batches(chosen, setting, repeat)]
+    facts = {
+        "environment": environment(model),
+        "methods": [runner.label for runner in runners],
+        "temperatures": list(setting.temperatures),
+        "repeats": setting.repeats,
+        "max_new_tokens": setting.max_new_tokens,
+        "batch": setting.batch,
+        "workloads": {one.name: [item.id for item in one.items] for one in chosen},
+    }
+    short = {one.name: f"{one.left_out} prompts, by their length" for one in chosen if one.left_out}
+    about = {
+        "begun": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "command": command_line(),
+        "left_out": short | (left_out or {}),
+    }
+    total = sum(map(len, tasks)) * len(runners)
+    with RunFolder(output, facts, about) as folder, bar(total) as advance:
+        gc.collect()
+        # What is there by now stays there: collecting a row's own garbage need not look through it all again.
+        gc.freeze()
+        try:
+            _measure(model, runners, tasks, setting, folder, advance)
+        finally:
+            gc.unfreeze()
+    return conclude(output)
+
+
+def conclude(folder: Path) -> list[Figures]:
+    """Write what a run's rows say: summary.json, report.md and, with matplotlib, the plots."""
+    run, rows = read_run(folder)
+    figures = summarise(rows)
+    try:
+        write_whole(folder / "summary.json", json.dumps(to_json(figures), indent=1).encode() + b"\n")
+        write_whole(folder / "report.md", markdown(figures, run).encode())
+        for name, picture in draw_all(figures).items():
+            write_whole(folder / f"{name}.png", picture)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder}: {error.strerror}; all rows are kept: make room and give the same "
+            "command again"
+        ) from error
+    return figures
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where in the plan a row belongs."""
+class Task:
+    """A prompt to be answered by every method, at a temperature, in a repeat."""
 
     workload: str
     item: Item
@@ -50,92 +136,76 @@ class Place:
     repeat: int
 
     def key(self, method: str) -> tuple[str, str, str, float, int]:
-        """That of the row which a method makes here."""
+        """That of the row which a method makes of it."""
         return self.workload, self.item.id, method, self.temperature, self.repeat
 
 
-def measure(
-    model: LongSpec,
-    runners: Sequence[Runner],
-    plan: Plan,
-    folder: RunFolder,
-    on_row: Callable[[int], None] = lambda number: None,
-) -> None:
-    """Fill the folder with what it does not have yet; vanilla, which the others are compared to, is first.
-
-    Before a method is timed on a kind of prompt and at a temperature, it answers one of them untimed.
-    """
-    assert runners[0].label == "vanilla"
-    gc.collect()
-    # What is there by now stays there: collecting a row's own garbage need not look through it all again.
-    gc.freeze()
-    try:
-        _measure(model, runners, plan, folder, on_row)
-    finally:
-        gc.unfreeze()
+def _batches(workloads: Sequence[Workload], setting: RunSetting, repeat: int) -> list[list[Task]]:
+    """What is answered side by side, of one kind each, in order."""
+    batches: list[list[Task]] = []
+    for temperature, workload in product(setting.temperatures, workloads):
+        last: dict[str, list[Task]] = {}
+        for seed, item in enumerate(workload.items):
+            own = last.get(item.kind)
+            if own is None or len(own) == setting.batch:
+                own = last[item.kind] = []
+                batches.append(own)
+            own.append(Task(workload.name, item, seed, temperature, repeat))
+    return batches
 
 
 def _measure(
     model: LongSpec,
     runners: Sequence[Runner],
-    plan: Plan,
+    batches: Sequence[Sequence[Task]],
+    setting: RunSetting,
     folder: RunFolder,
-    on_row: Callable[[int], None],
+    advance: Advance,
 ) -> None:
+    """Fill the folder with what it does not have yet.
+
+    Before a method is timed on a kind of prompt and at a temperature, it answers one of them untimed.
+    """
+    assert runners[0].label == "vanilla"
     done = {row_key(row): row for row in folder.rows}
     warm: set[tuple[str, str, str, float, int]] = set()
-    for batch in _batches(plan):
+    for batch in batches:
         for runner in runners:
-            missing = [place for place in batch if place.key(runner.label) not in done]
+            missing = [task for task in batch if task.key(runner.label) not in done]
             if missing:
                 first = batch[0]
                 group = (runner.label, first.workload, first.item.kind, first.temperature, len(batch))
                 if group not in warm:
-                    _warm_up(model, runner, batch, plan.max_new_tokens)
+                    _warm_up(model, runner, batch, setting.max_new_tokens)
                     warm.add(group)
-                for place, row in zip(batch, _rows(model, runner, batch, plan, done), strict=True):
-                    if place in missing:
+                for task, row in zip(batch, _rows(model, runner, batch, setting, done), strict=True):
+                    if task in missing:
                         folder.add(row)
                         done[row_key(row)] = row
-            on_row(len(batch))
+            advance(len(batch))
 
 
-def _batches(plan: Plan) -> list[list[Place]]:
-    """What is answered side by side, of one kind each, in order."""
-    batches: list[list[Place]] = []
-    for repeat, temperature in product(range(plan.repeats), plan.temperatures):
-        for workload in plan.workloads:
-            last: dict[str, list[Place]] = {}
-            for seed, item in enumerate(workload.items):
-                own = last.get(item.kind)
-                if own is None or len(own) == plan.batch:
-                    own = last[item.kind] = []
-                    batches.append(own)
-                own.append(Place(workload.name, item, seed, temperature, repeat))
-    return batches
-
-
-def _warm_up(model: LongSpec, runner: Runner, batch: Sequence[Place], max_new_tokens: int) -> None:
+def _warm_up(model: LongSpec, runner: Runner, batch: Sequence[Task], max_new_tokens: int) -> None:
     runner.forget()
-    prompts = [place.item.prompt(model, []) for place in batch]
-    asked = [Asked(min(WARM_UP, max_new_tokens), place.temperature, 0) for place in batch]
+    prompts = [task.item.prompt(model, []) for task in batch]
+    asked = [Asked(min(WARM_UP, max_new_tokens), task.temperature, 0) for task in batch]
     runner.answers(prompts, asked)
 
 
 def _rows(
-    model: LongSpec, runner: Runner, batch: Sequence[Place], plan: Plan, done: Mapping[Any, Row]
+    model: LongSpec, runner: Runner, batch: Sequence[Task], setting: RunSetting, done: Mapping[Any, Row]
 ) -> list[Row]:
-    """Run items side by side and write down how each went."""
+    """Run items side by side and make a row of each."""
     runner.forget()
     gc.collect()
     memory = PeakMemory(model.target.device)
-    talks, seconds = _converse(model, runner, batch, plan.max_new_tokens)
+    talks, seconds = _converse(model, runner, batch, setting.max_new_tokens)
     peak = memory.peak
     rows = []
-    for place, talk in zip(batch, talks, strict=True):
-        row = _row(model, runner, place, talk, done.get((*place.key("vanilla")[:4], 0)))
+    for task, talk in zip(batch, talks, strict=True):
+        row = _row(model, runner, task, talk, done.get((*task.key("vanilla")[:4], 0)))
         row |= {"peak_memory": peak, "memory_above_start": max(0, peak - memory.before)}
-        if plan.batch > 1:
+        if setting.batch > 1:
             row |= {"batch": batch[0].item.id, "batch_seconds": seconds}
         rows.append(row)
     return rows
@@ -150,18 +220,18 @@ class _Talk:
     pieces: list[list[str]] = field(default_factory=list)
 
 
-def _row(model: LongSpec, runner: Runner, place: Place, talk: _Talk, vanilla: Row | None) -> Row:
+def _row(model: LongSpec, runner: Runner, task: Task, talk: _Talk, vanilla: Row | None) -> Row:
     """What is to be kept of an item; `vanilla` is the row of vanilla's first repeat."""
     prompts, answers = talk.prompts, talk.answers
     row: Row = {
-        "workload": place.workload,
-        "kind": place.item.kind,
-        "item": place.item.id,
+        "workload": task.workload,
+        "kind": task.item.kind,
+        "item": task.item.id,
         "method": runner.label,
         "ran": answers[0].ran,
-        "temperature": place.temperature,
-        "repeat": place.repeat,
-        "seed": place.seed,
+        "temperature": task.temperature,
+        "repeat": task.repeat,
+        "seed": task.seed,
         "prompt_tokens": max(map(len, prompts)),
         "prompt_sha256": _digest(prompts[0]),
         "tokens": sum(len(answer.token_ids) for answer in answers),
@@ -177,30 +247,29 @@ def _row(model: LongSpec, runner: Runner, place: Place, talk: _Talk, vanilla: Ro
         depths = [depth for answer in answers for depth in answer.depths or []]
         row["rounds"] = sum(answer.rounds or 0 for answer in answers)
         row["accepted_by_depth"] = accepted_by_depth(depths)
-    if place.repeat == 0:
+    if task.repeat == 0:
         # The answers themselves are alike in every repeat, or the digest tells; once is enough.
         row["token_ids"] = [answer.token_ids for answer in answers]
         row["depths"] = [answer.depths for answer in answers]
         row["pieces"] = talk.pieces
-    # Sampled, `transformers` has noise of its own: there is nothing to compare.
-    row["compared"] = vanilla is not None and (place.temperature == 0 or answers[0].depths is not None)
+    row["compared"] = vanilla is not None and (task.temperature == 0 or runner.same_when_sampled)
     row["difference"] = _difference(model, row, prompts, answers, vanilla) if row["compared"] else None
     return row
 
 
 def _converse(
-    model: LongSpec, runner: Runner, batch: Sequence[Place], max_new_tokens: int
+    model: LongSpec, runner: Runner, batch: Sequence[Task], max_new_tokens: int
 ) -> tuple[list[_Talk], float]:
     """All turns of all items, turn by turn; and the seconds from each turn's submission to the end of its
     last answer, summed over the turns."""
     talks, seconds = [_Talk() for _ in batch], 0.0
-    for turn in range(max(place.item.num_turns for place in batch)):
-        now = [(place, talk) for place, talk in zip(batch, talks, strict=True) if turn < place.item.num_turns]
-        for place, talk in now:
-            talk.prompts.append(place.item.prompt(model, ["".join(one) for one in talk.pieces]))
+    for turn in range(max(task.item.num_turns for task in batch)):
+        now = [(task, talk) for task, talk in zip(batch, talks, strict=True) if turn < task.item.num_turns]
+        for task, talk in now:
+            talk.prompts.append(task.item.prompt(model, ["".join(one) for one in talk.pieces]))
         answers = runner.answers(
             [talk.prompts[-1] for _, talk in now],
-            [Asked(max_new_tokens, place.temperature, place.seed) for place, _ in now],
+            [Asked(max_new_tokens, task.temperature, task.seed) for task, _ in now],
         )
         seconds += max(one.prefill_seconds + one.decode_seconds for one in answers)
         for (_, talk), answer in zip(now, answers, strict=True):
@@ -212,7 +281,7 @@ def _converse(
 def _difference(
     model: LongSpec, row: Row, prompts: list[list[int]], answers: list[Answer], vanilla: Row | None
 ) -> dict[str, Any] | None:
-    """Where it left the words of vanilla's first repeat; None where it said the same."""
+    """The first difference from vanilla's first repeat; None where there is none."""
     assert vanilla is not None
     for turn, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         said = vanilla["token_ids"][turn]

@@ -1,18 +1,16 @@
-"""Whoever answers a prompt under the clock: our methods here, `transformers` in `longspec.bench.hf`."""
+"""What answers prompts while it is timed: our methods here, `transformers` in `longspec.bench.hf`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from longspec.api import LongSpec
-from longspec.config import DEFAULT_TREE
-from longspec.decoding.methods.make import MethodOptions, make_method
+from longspec.decoding.methods import Choice, Method
+from longspec.decoding.methods.registry import read_label
 from longspec.engine.sequence import Sequence
-from longspec.errors import UserError
-from longspec.generation import Generation
-from longspec.options import Options
+from longspec.options import Options, read_options
 
 
 @dataclass(frozen=True)
@@ -45,13 +43,15 @@ class Runner(Protocol):
     """One line of the comparison."""
 
     label: str
+    same_when_sampled: bool
+    """Whether it must say what vanilla says at temperatures above 0, too: it draws with the same noise."""
 
     def answers(self, prompts: Many[list[int]], asked: Many[Asked]) -> list[Answer]:
         """Answer them side by side; what an earlier turn of the same items left in a cache may be used."""
         ...
 
     def forget(self) -> None:
-        """Let go of everything that belongs to an earlier item."""
+        """Drop what is cached of earlier items."""
         ...
 
 
@@ -59,30 +59,30 @@ class OurMethod:
     """A decoding method of this package."""
 
     def __init__(self, model: LongSpec, label: str) -> None:
-        self.label = label
-        self._model = model
-        self._method = read_method(label)
-        if self._method.method != "auto":
-            make_method(self._method, model.engine.models.draft)  # refuses, before all else
+        self._model, self.label = model, label
+        self._choice, self._acceptance = read_method(label)
+        self.same_when_sampled = self._acceptance == "coupled"
+        if isinstance(self._choice, Method):
+            # Raises for a bad size or a missing draft, before anything runs.
+            self._choice.fit(model.engine.models)
 
     def _options(self, asked: Many[Asked]) -> Options:
         given = {
             "max_new_tokens": asked[0].max_new_tokens,
             "temperature": asked[0].temperature,
             "seed": [one.seed for one in asked],
-            "method": self._method.method,
-            "gamma": self._method.gamma,
-            "tree_shape": self._method.tree_shape,
-            "max_nodes": self._method.max_nodes,
-            "num_copied": self._method.num_copied,
+            "method": self._choice.name,
+            "acceptance": self._acceptance,
+            **{name: getattr(self._choice, name) for name in self._choice.options()},
         }
         return cast("Options", given)
 
     def answers(self, prompts: Many[list[int]], asked: Many[Asked]) -> list[Answer]:
         """See `Runner.answers`. They differ in their seeds alone."""
+        rule = "" if self.same_when_sampled else f":acceptance={self._acceptance}"
         return [
             Answer(
-                ran=_label_of(found),
+                ran=found.label + rule,
                 token_ids=found.token_ids,
                 first_tokens=1,
                 prefill_seconds=found.prefill_seconds,
@@ -99,48 +99,16 @@ class OurMethod:
         self._model.reset()
 
 
-def read_method(label: str) -> MethodOptions:
-    """What a label of `--methods` means: a method, and behind a colon its size.
+def read_method(label: str) -> tuple[Choice, str]:
+    """What a label of `--methods` means: a method with its options, and how its tokens are accepted.
 
-    lookup:6, seq:4 and magicdec:4 say the chain's length, tree:4x16x16 the nodes per depth; tree:8x32x32@64
-    verifies only the best 64 nodes of it, the root counted, and tree:8x32x32@64+12 copies up to 12 tokens.
+    lookup:6, tree:8x32x32@64+12, magicdec:4:window=256, and tree:acceptance=rejection.
     """
-    name, _, size = label.partition(":")
-    options = MethodOptions(name)
-    size, copies, copied = size.partition("+")
-    size, pruned, most = size.partition("@")
-    if pruned and (name != "tree" or not most.isdecimal()):
-        raise UserError(f"method {label!r}: @ is for trees, with a number of nodes; write tree:8x32x32@64")
-    if copies and (name != "tree" or not copied.isdecimal()):
-        raise UserError(f"method {label!r}: + is for trees, with a number of tokens; write tree:8x32x32+12")
-    options = replace(options, max_nodes=int(most)) if pruned else options
-    options = replace(options, num_copied=int(copied)) if copies else options
-    if not size:
-        return options
-    try:
-        numbers = tuple(int(part) for part in size.split("x"))
-    except ValueError:
-        raise UserError(f"method {label!r}: {size!r} is no size; write lookup:6 or tree:4x16x16") from None
-    if name == "tree":
-        return replace(options, tree_shape=numbers)
-    if name not in ("seq", "magicdec", "lookup") or len(numbers) != 1:
-        raise UserError(f"method {label!r}: {name} takes no such size; write lookup:6 or tree:4x16x16")
-    return replace(options, gamma=numbers[0])
-
-
-def method_label(method: str, gamma: int | None, tree_shape: tuple[int, ...] | None) -> str:
-    """The label of a method with its sizes given apart."""
-    if method == "tree":
-        return "tree:" + "x".join(map(str, tree_shape or DEFAULT_TREE))
-    return f"{method}:{gamma}" if gamma is not None and method in ("seq", "magicdec", "lookup") else method
-
-
-def _label_of(found: Generation) -> str:
-    """What `read_method` would read; a chain is told by its length."""
-    sizes = tuple(found.tree_shape or ())
-    most = f"@{found.max_nodes}" if found.max_nodes else ""
-    copied = f"+{found.num_copied}" if found.num_copied else ""
-    return method_label(found.method, len(sizes) or None, sizes) + most + copied
+    named = [part for part in label.split(":") if part.startswith("acceptance=")]
+    choice = read_label(":".join(part for part in label.split(":") if part not in named))
+    acceptance = named[-1].removeprefix("acceptance=") if named else "coupled"
+    read_options({"acceptance": acceptance})  # refuses an unknown one
+    return choice, acceptance
 
 
 def accepted_by_depth(depths: list[int]) -> list[int]:

@@ -26,7 +26,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """That of some values."""
+        """Of these values."""
         return cls(statistics.median(values), min(values), max(values))
 
 
@@ -69,6 +69,12 @@ class Figures:
     """Those of these whose first difference lay within the type's rounding."""
     largest_margin: float | None
     """Of the differences: how many logits lay between the two tokens, whichever a fresh pass prefers."""
+
+    @property
+    def name(self) -> str:
+        """The prompts that it is about."""
+        own = self.kind in self.workload.split(":")
+        return self.workload if own else f"{self.workload}/{self.kind}"
 
 
 def summarise(rows: Iterable[Row]) -> list[Figures]:
@@ -136,7 +142,7 @@ def _is_tie(difference: dict[str, Any]) -> bool:
 
 
 def _repeats(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each repeat. One that was broken off counts only where there is no whole one."""
+    """The rows of each repeat. An unfinished repeat counts only where no repeat is finished."""
     repeats = [[row for row in rows if row["repeat"] == one] for (one,) in _distinct(rows, "repeat")]
     most = max(map(len, repeats))
     return [one for one in repeats if len(one) == most]

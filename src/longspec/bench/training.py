@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from longspec.bench.clock import now
+from longspec.bench.environment import now
 from longspec.bench.shapes import random_target, shape_named
 from longspec.config import DraftConfig, ModelConfig
 from longspec.data.collate import collate
@@ -15,7 +15,7 @@ from longspec.data.shards import Packed, Role
 from longspec.models.draft import GlideDraft
 from longspec.models.placement import pick_dtype
 from longspec.train.compiled import compile_layers
-from longspec.train.engine import Engine, Optimisation, join, local_device
+from longspec.train.engine import Optimisation, TrainingEngine, join, local_device
 from longspec.train.layout import Draws, Layout, head_rows, lay_out
 from longspec.train.losses import one_chunk
 from longspec.train.objective import Objective
@@ -61,7 +61,7 @@ def measure_training(
     processes = join(device)
     optimisation = Optimisation(micro_batch, 1, 0.0, (0.9, 0.95), 1.0)
     settings = {"zero_optimization": {"stage": 1}}
-    engine = Engine(target, model, settings, optimisation, processes, device)
+    engine = TrainingEngine(target, model, settings, optimisation, processes, device)
     chunk = compile_layers(target, model) if compile else one_chunk
     objective = Objective(target, model, soft, engine.run_target, engine.draft, engine.gather, chunk=chunk)
     layouts = [_layout(config, draft, seq_length, micro_batch, seed, device) for seed in range(4)]
@@ -99,7 +99,7 @@ def report(speed: TrainingSpeed) -> str:
     return "\n".join(lines)
 
 
-def _step(objective: Objective, engine: Engine, layout: Layout) -> None:
+def _step(objective: Objective, engine: TrainingEngine, layout: Layout) -> None:
     outcome = objective(layout)
     engine.backward(outcome.loss / len(layout.labels))
     engine.step(1e-4)

@@ -1,4 +1,4 @@
-"""What is asked of the model: prompts from files, from published benchmarks, and a set that comes along."""
+"""Prompts under a name, read from JSONL files; `catalogue` has those that need no file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Item:
     raw: bool = False
     """Whether the text is continued as it is, without the chat template."""
     ids: tuple[int, ...] | None = None
-    """The prompt's tokens, where they are settled; then there are no turns."""
+    """The prompt's tokens, where they are fixed; there are no turns then."""
 
     @property
     def num_turns(self) -> int:
@@ -51,7 +51,7 @@ class Workload:
     name: str
     items: tuple[Item, ...]
     left_out: int = 0
-    """Items that were there and did not pass the filter of lengths."""
+    """Items that were dropped because of their length."""
 
     def first(self, limit: int | None) -> Workload:
         """Its first items, `limit` of each kind; None keeps all."""
@@ -110,7 +110,7 @@ def _is_text(value: Any) -> bool:
 
 
 def fitting(workload: Workload, model: LongSpec, max_new_tokens: int) -> Workload:
-    """What of it the target's context can hold with its answers; one of which nothing is left is refused."""
+    """The prompts that fit into the target's context with their answers; refused where none does."""
     if not workload.items:
         raise UserError(f"workload {workload.name} has no prompts")
     limit, lengths, kept = model.engine.max_length, [], []

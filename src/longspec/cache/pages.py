@@ -40,6 +40,11 @@ class Pages:
         return cls(keys, values, size)
 
     @property
+    def num_layers(self) -> int:
+        """L."""
+        return self.keys.shape[0]
+
+    @property
     def num_pages(self) -> int:
         """Pages that sequences can have."""
         return self.keys.shape[2] // self.size - 1

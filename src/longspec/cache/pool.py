@@ -78,10 +78,12 @@ class PagePool:
 
     def hashes(self, tokens: Sequence[int]) -> list[bytes]:
         """One for each full page of a text: of all its tokens up to the page's end."""
-        found, digest = [], b""
-        for start in range(0, len(tokens) - self.size + 1, self.size):
-            page = array("q", tokens[start : start + self.size]).tobytes()
-            digest = blake2b(digest + page, digest_size=16).digest()
+        found, digest, numbers = [], b"", memoryview(array("q", tokens)).cast("B")
+        size = 8 * self.size
+        for start in range(0, len(numbers) - size + 1, size):
+            whole = blake2b(digest, digest_size=16)
+            whole.update(numbers[start : start + size])
+            digest = whole.digest()
             found.append(digest)
         return found
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from longspec.config import DEFAULT_TREE
+from longspec.decoding.methods import Auto
+from longspec.decoding.methods.registry import all_options, choices
+from longspec.decoding.option import Option, options_of
+from longspec.decoding.sampling import Sampling
+from longspec.errors import UserError
 
 if TYPE_CHECKING:
     from longspec.api import LongSpec
@@ -15,9 +20,7 @@ if TYPE_CHECKING:
 DEFAULT_TARGET = "smollm2-135m"
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which target, and how it is run."""
-    group = parser.add_argument_group("model")
+def add_target(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--target",
         default=DEFAULT_TARGET,
@@ -25,13 +28,40 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="short name (see `longspec models`), hub id, Hugging Face folder or .gguf file "
         "(default: %(default)s)",
     )
+    add_source(group)
+
+
+def add_source(group: argparse._ActionsContainer) -> None:
+    """Where a target may come from."""
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
     group.add_argument("--offline", action="store_true", help="use only what is on disk")
+
+
+def add_device(group: argparse._ActionsContainer) -> None:
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     group.add_argument(
         "--dtype",
         default="auto",
         help="auto, float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)",
+    )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which target, and how it is run."""
+    group = parser.add_argument_group("model")
+    add_target(group)
+    group.add_argument(
+        "--draft",
+        metavar="DRAFT",
+        help="draft folder, .pth file, hub id, or the short name of a target whose draft comes with longspec "
+        "(default: the target's own; 'none' for none)",
+    )
+    add_device(group)
+    group.add_argument(
+        "--draft-dtype",
+        default="auto",
+        metavar="TYPE",
+        help="of the draft's weights: int8, target (as the target's), or auto: int8 on a CPU (default)",
     )
     group.add_argument(
         "--attention",
@@ -40,7 +70,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto (triton on a GPU), torch, triton or reference",
     )
     group.add_argument(
-        "--max-length", type=int, metavar="N", help="limit on prompt plus answer (default: the model's)"
+        "--max-length",
+        type=whole_number,
+        metavar="N",
+        help="limit on prompt plus answer (default: the model's)",
     )
     add_size_arguments(group)
 
@@ -48,7 +81,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_size_arguments(parser: argparse._ActionsContainer) -> None:
     """How large the engine is."""
     parser.add_argument(
-        "--max-rows", type=_rows, metavar="N", help="prompts that run at once (default: 128, on a CPU 16)"
+        "--max-rows",
+        type=positive_number,
+        metavar="N",
+        help="prompts that run at once (default: 128, on a CPU 16)",
     )
     parser.add_argument(
         "--kv-memory",
@@ -62,14 +98,19 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """How tokens are chosen and when to stop."""
     group = parser.add_argument_group("sampling (what is not given follows the model's generation_config)")
     group.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="longest answer (default: what fits, at most 512)"
+        "--max-new-tokens",
+        type=whole_number,
+        metavar="N",
+        help="longest answer (default: what fits, at most 512)",
     )
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    group.add_argument("--top-k", type=int, metavar="K", help="sample among the K best tokens; 0 is off")
-    group.add_argument("--top-p", type=float, metavar="P", help="sample among the best tokens of mass P")
-    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the best one's")
-    group.add_argument("--repetition-penalty", type=float, metavar="R", help="1 is off")
-    group.add_argument("--seed", type=int, help="the same seed gives the same text (default: a new one)")
+    for one in options_of(Sampling).values():
+        _add_option(group, one, one.help)
+    group.add_argument(
+        "--seed",
+        type=whole_number,
+        metavar="N",
+        help="of sampling: the same seed gives the same text (default: a new one)",
+    )
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; repeatable"
     )
@@ -87,47 +128,21 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "decoding method (changes the speed, never the words: every method says what vanilla says)"
     )
+    described = "; ".join(f"{name}: {choice.summary}" for name, choice in choices().items())
     group.add_argument(
         "--method",
-        default="auto",
-        help="auto: the fastest by measurement (default); vanilla: the target alone; seq: the draft's chain; "
-        "tree: the draft's tree; magicdec: the target drafts with a window of its own cache; lookup: copies "
-        "from the prompt and the text so far",
-    )
-    group.add_argument(
-        "--draft",
-        metavar="DRAFT",
-        help="draft folder, .pth file, hub id, or the short name of a target whose draft comes with longspec "
-        "(default: the target's own; 'none' for none)",
-    )
-    group.add_argument(
-        "--draft-dtype",
-        default="auto",
-        metavar="TYPE",
-        help="of the draft's weights: int8, target (as the target's), or auto: int8 on a CPU (default)",
-    )
-    group.add_argument("--gamma", type=int, metavar="N", help="chain length of seq, magicdec, lookup (4)")
-    add_tree_shape(group)
-    group.add_argument("--max-nodes", type=int, metavar="N", help="verify only the best N nodes (all)")
-    group.add_argument(
-        "--num-copied",
-        type=int,
-        metavar="N",
-        help="tree: copy up to N tokens from where the text said the same before (0)",
+        default=Auto.name,
+        choices=list(choices()),
+        metavar="NAME",
+        help=f"{described} (default: %(default)s)",
     )
     group.add_argument(
         "--acceptance",
         help="coupled: the same tokens as vanilla (default); rejection: the same distribution when sampling",
     )
-    group.add_argument(
-        "--min-confidence",
-        type=float,
-        metavar="P",
-        help="seq: end the chain behind a token to which the draft gives less than this (0: never)",
-    )
-    group.add_argument("--sinks", type=int, metavar="N", help="magicdec: entries seen at the beginning (4)")
-    group.add_argument("--window", type=int, metavar="N", help="magicdec: entries seen at the end (512)")
-    group.add_argument("--max-ngram", type=int, metavar="N", help="lookup: longest run matched, up to 16 (3)")
+    for one, owners in all_options().values():
+        default = "none" if one.default is None else one.format(one.default)
+        _add_option(group, one, f"{', '.join(owners)}: {one.help} (default: {default})")
     group.add_argument(
         "--no-calibrate",
         dest="calibrate",
@@ -136,30 +151,68 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_option(group: argparse._ActionsContainer, option: Option, about: str) -> None:
+    """The flag of an option; None where it is not given."""
+
+    def read(text: str) -> Any:
+        try:
+            return option.parse(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    group.add_argument(
+        f"--{option.name.replace('_', '-')}",
+        type=read,
+        metavar={int: "N", float: "X"}.get(option.type, "N,N,..."),
+        help=about,
+    )
+
+
 def add_tree_shape(parser: argparse._ActionsContainer, default: tuple[int, ...] | None = None) -> None:
     """The flag of a tree's shape; where it may be left unsaid, whoever reads it knows the default."""
     shown = ",".join(map(str, DEFAULT_TREE))
     parser.add_argument(
         "--tree-shape",
-        type=_tree_shape,
+        type=whole_numbers,
         default=default,
         metavar="N,N,...",
         help=f"nodes per depth of the tree ({shown})",
     )
 
 
-def _tree_shape(text: str) -> tuple[int, ...]:
-    """Nodes per depth, separated by commas."""
+def whole_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",")) if text.strip() else ()
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 4,16,16") from None
 
 
-def _rows(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of prompts, 1 or more")
-    return int(text)
+def whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def positive_number(text: str) -> int:
+    """A count of which there must be at least one."""
+    if (found := whole_number(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return found
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 0,0.7,1.0") from None
 
 
 def _num_bytes(text: str) -> int:
@@ -200,6 +253,7 @@ def options(arguments: argparse.Namespace) -> Options:
     """The options that the flags give. Checked here, so that a bad value is told before a long load."""
     from longspec.options import Options, read_options
 
-    given = {name: value for name, value in vars(arguments).items() if name in Options.__annotations__}
+    known = {*Options.__annotations__, *all_options()}
+    given = {name: value for name, value in vars(arguments).items() if name in known}
     read_options(given)
     return cast("Options", given)

@@ -1,8 +1,35 @@
-"""Measure this machine, side by side in one run.
+"""`longspec bench`: whole answers, side by side in one run, and what is made of such runs."""
 
-longspec bench vanilla                              vanilla decoding against transformers' generate
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longspec.cli.arguments import add_model_arguments, load, numbers, whole_number, whole_numbers
+from longspec.cli.bench_speed import LATENCY, LOAD, TRAIN
+from longspec.cli.command import Command, add_commands
+from longspec.decoding.methods.registry import choices, choose_method, find
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from longspec.api import LongSpec
+    from longspec.bench.run import RunSetting
+    from longspec.bench.summary import Figures
+    from longspec.bench.workloads import Workload
+
+    Workloads = Callable[[LongSpec], Sequence[Workload]]
+
+_ABOUT = """\
+Measure this machine, side by side in one run.
+
 longspec bench generate                             decoding methods against vanilla, on prompts of many kinds
-longspec bench generate --workload questions.jsonl --methods auto,lookup:6 --baseline hf --output RUN
+longspec bench generate --methods vanilla --baseline hf  vanilla decoding against transformers' generate
+longspec bench generate --workload questions.jsonl --methods auto,lookup:6 --output RUN
 longspec bench context --methods auto               speed as the context grows
 longspec bench longbench --model_name vicuna7b --method tree --task gov_report --data_path_prefix longbench/
 longspec bench aime --model_name qwq --method tree --id_min 60 --id_max 89
@@ -13,117 +40,343 @@ longspec bench report RUN                           one HTML page of a run, or o
 longspec bench latency --shape llama3-8b --context 4096 131072       cost of steps and rounds, random weights
 longspec bench train --shape llama3-8b --seq-length 32768      training speed and memory, random weights
 """
-
-from __future__ import annotations
-
-import argparse
-import json
-from dataclasses import asdict
-
-from longspec.cli import bench_acceptance, bench_generate, bench_load, bench_random, bench_report
-from longspec.cli.arguments import add_model_arguments, load
-
-# Of each kind with a file of its own: its flags, what runs it, and what it is.
-_KINDS = {
-    "generate": (
-        *(bench_generate.add_generate, bench_generate.run_generate),
-        "decoding methods against vanilla and transformers, whole answers",
-    ),
-    "context": (
-        *(bench_generate.add_context, bench_generate.run_context),
-        "the same as the context grows to the model's limit",
-    ),
-    "longbench": (
-        *(bench_generate.add_longbench, bench_generate.run_longbench),
-        "the published experiment on LongBench, with its flags",
-    ),
-    "aime": (
-        *(bench_generate.add_aime, bench_generate.run_aime),
-        "the published experiment on AIME 2024, with its flags",
-    ),
-    "load": (
-        *(bench_load.add_arguments, bench_load.run),
-        "requests that arrive at given rates, and how long each waits",
-    ),
-    "latency": (
-        *(bench_random.add_latency, bench_random.run_latency),
-        "what a step and a round cost, by context and batch, random weights",
-    ),
-    "train": (
-        *(bench_random.add_train, bench_random.run_train),
-        "speed and memory of training a draft, random weights",
-    ),
-    "acceptance": (
-        *(bench_acceptance.add_arguments, bench_acceptance.run),
-        "put what runs measured of a draft into its folder: the table of auto, and the card",
-    ),
-    "report": (*(bench_report.add_arguments, bench_report.run), "one HTML page of a run, or of several"),
-}
+_PUBLISHED_TREE = (4, 16, 16, 16, 16)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `longspec bench`."""
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    vanilla = kinds.add_parser("vanilla", help="vanilla decoding against transformers' generate")
-    vanilla.add_argument("--context", type=int, default=512, metavar="N", help="prompt tokens (%(default)s)")
-    vanilla.add_argument("--new-tokens", type=int, default=48, metavar="N", help="tokens made (%(default)s)")
-    vanilla.add_argument("--repeats", type=int, default=5, metavar="N", help="timed runs each (%(default)s)")
-    vanilla.set_defaults(draft="none", draft_dtype="auto")
-    for name, (add, _, about) in _KINDS.items():
-        add(kinds.add_parser(name, help=about))
-    vanilla.add_argument("--json", action="store_true", help="print JSON")
-    vanilla.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workload",
+        action="append",
+        metavar="NAME",
+        help="builtin, builtin:KIND, repo:N or text:N (a prompt of N tokens), longbench:TASK, aime, or a "
+        "JSONL file with `prompt` or `turns`; repeatable (default: builtin)",
     )
-    add_model_arguments(vanilla)
+    parser.add_argument("--data", metavar="FOLDER", help="has TASK.jsonl of LongBench and aime.jsonl")
+    parser.add_argument(
+        "--limit", type=whole_number, metavar="N", help="only the first N prompts of each kind"
+    )
+    parser.add_argument(
+        "--batch",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="answer N prompts of a kind at once (%(default)s)",
+    )
+    _add_methods(parser)
+    _add_run(parser, max_new_tokens=64, repeats=3)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+def _add_context(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lengths",
+        type=whole_numbers,
+        metavar="N,N,...",
+        help="prompt tokens (default: 1024, doubled up to what the model's limit leaves)",
+    )
+    parser.add_argument(
+        "--source",
+        default="repo",
+        metavar="NAME",
+        help="repo: Python's library to be continued; text: to be summarised; or a JSONL file with 'context' "
+        "and 'input', or 'text'",
+    )
+    parser.add_argument(
+        "--limit",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="prompts of each length, of a file (%(default)s)",
+    )
+    _add_methods(parser)
+    _add_run(parser, max_new_tokens=64, repeats=3)
+
+
+def _add_longbench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--task", default="lcc", help="gov_report, qmsum, multi_news, lcc or repobench-p (%(default)s)"
+    )
+    parser.add_argument(
+        "--test_length",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="so many prompts; 0 is all (%(default)s)",
+    )
+    _add_published(parser, model="vicuna7b", max_gen_len=1024)
+
+
+def _add_aime(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--id_min", type=whole_number, default=60, metavar="N", help="first problem (%(default)s)"
+    )
+    parser.add_argument(
+        "--id_max", type=whole_number, default=60, metavar="N", help="last problem (%(default)s)"
+    )
+    _add_published(parser, model="qwq", max_gen_len=200)
+
+
+def _add_published(parser: argparse.ArgumentParser, model: str, max_gen_len: int) -> None:
+    parser.add_argument("--data_path_prefix", metavar="FOLDER", help="has the data (default: from the hub)")
+    parser.add_argument("--method", default="tree", help="held against vanilla (%(default)s)")
+    parser.add_argument(
+        "--gamma", type=whole_number, default=4, metavar="N", help="chain length (%(default)s)"
+    )
+    parser.add_argument(
+        "--tree_shape",
+        type=whole_number,
+        nargs="+",
+        default=list(_PUBLISHED_TREE),
+        metavar="N",
+        help="nodes per depth, as in 4 16 16 16 16",
+    )
+    _add_run(parser, max_new_tokens=max_gen_len, repeats=1)
+    parser.add_argument("--model_name", dest="target", default=argparse.SUPPRESS, help="the same as --target")
+    parser.set_defaults(target=model)
+
+
+def _add_methods(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--methods",
+        default="auto,lookup",
+        metavar="M,M,...",
+        help=f"besides vanilla, of {', '.join(choices())}; with a size (lookup:6, seq:4, tree:4x16x16, "
+        "tree:8x32x32@64 for its best 64 nodes, +12 behind it to look up to 12 tokens up) and with options "
+        "of generate (magicdec:4:window=256, tree:acceptance=rejection) (default: %(default)s)",
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser, max_new_tokens: int, repeats: int) -> None:
+    """What every benchmark of whole answers takes."""
+    parser.add_argument(
+        "--max-new-tokens",
+        "--max_gen_len",
+        type=whole_number,
+        default=max_new_tokens,
+        metavar="N",
+        help="longest answer (%(default)s)",
+    )
+    parser.add_argument(
+        "--temperature", type=numbers, default=(0.0,), metavar="T,T,...", help="one or more (default: 0)"
+    )
+    parser.add_argument(
+        "--repeats", type=whole_number, default=repeats, metavar="N", help="timed (%(default)s)"
+    )
+    parser.add_argument(
+        "--baseline", choices=["hf"], help="transformers too, eager, compiled, and with its speculation"
+    )
+    parser.add_argument("--assistant", metavar="MODEL", help="with --baseline hf: for its assisted decoding")
+    parser.add_argument(
+        "--output",
+        metavar="RUN",
+        help="the run's folder; one that was broken off goes on (default: a new one in outputs/)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_model_arguments(parser)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from longspec.bench.catalogue import check_name, load_workload
     from longspec.errors import UserError
 
-    if arguments.kind in _KINDS:
-        return _KINDS[arguments.kind][1](arguments)
-    for name, minimum in {"context": 1, "repeats": 1, "new_tokens": 2}.items():
-        value = getattr(arguments, name)
-        if value < minimum:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {minimum}")
-    return _vanilla(arguments)
+    names = list(dict.fromkeys(arguments.workload or ["builtin"]))
+    data = Path(arguments.data) if arguments.data else None
+    for name in names:
+        check_name(name)
+    settings = _settings(arguments, arguments.methods.split(","), arguments.limit, arguments.batch)
+    if settings.batch > 1 and arguments.baseline:
+        raise UserError(f"--baseline {arguments.baseline} answers one prompt at a time; leave out --batch")
+    return _bench(arguments, settings, lambda model: [load_workload(name, model, data) for name in names])
 
 
-def _vanilla(arguments: argparse.Namespace) -> int:
-    from longspec.bench.vanilla import Timing, compare
+def _context(arguments: argparse.Namespace) -> int:
+    from longspec.bench.catalogue import check_source, context_workload
+    from longspec.errors import UserError
+
+    check_source(arguments.source)
+    if arguments.limit < 1:
+        raise UserError(f"--limit is {arguments.limit}; it must be at least 1")
+    settings = _settings(arguments, arguments.methods.split(","))
+    lengths = list(dict.fromkeys(arguments.lengths)) if arguments.lengths else None
+    new = settings.max_new_tokens
+    return _bench(
+        arguments,
+        settings,
+        lambda model: [context_workload(model, arguments.source, lengths, new, arguments.limit)],
+    )
+
+
+def _longbench(arguments: argparse.Namespace) -> int:
+    from longspec.bench.catalogue import check_name, load_workload
+    from longspec.errors import UserError
+
+    name = f"longbench:{arguments.task}"
+    check_name(name)
+    if arguments.test_length < 0:
+        raise UserError(f"--test_length is {arguments.test_length}; it must be 0 (all) or more")
+    settings = _settings(arguments, [_published_label(arguments)], arguments.test_length or None)
+    data = Path(arguments.data_path_prefix) if arguments.data_path_prefix else None
+    return _bench(arguments, settings, lambda model: [load_workload(name, model, data)])
+
+
+def _aime(arguments: argparse.Namespace) -> int:
+    from longspec.bench.catalogue import aime
+
+    settings = _settings(arguments, [_published_label(arguments)])
+    data = Path(arguments.data_path_prefix) if arguments.data_path_prefix else None
+    return _bench(arguments, settings, lambda model: [aime(data, arguments.id_min, arguments.id_max)])
+
+
+def _published_label(arguments: argparse.Namespace) -> str:
+    sizes = {"gamma": arguments.gamma, "tree_shape": arguments.tree_shape}
+    own = find(arguments.method).options()
+    return choose_method(arguments.method, {name: sizes[name] for name in sizes if name in own}).label
+
+
+def _settings(
+    arguments: argparse.Namespace, methods: list[str], limit: int | None = None, batch: int = 1
+) -> RunSetting:
+    """Checked here, so that a bad value is told before a long load."""
+    from longspec.bench.run import RunSetting
+    from longspec.errors import UserError
+
+    if arguments.assistant and not arguments.baseline:
+        raise UserError("--assistant is for --baseline hf; give both")
+    return RunSetting(
+        methods=[name.strip() for name in methods if name.strip()],
+        temperatures=list(dict.fromkeys(arguments.temperature)),
+        repeats=arguments.repeats,
+        max_new_tokens=arguments.max_new_tokens,
+        limit=limit,
+        batch=batch,
+    )
+
+
+def _bench(arguments: argparse.Namespace, settings: RunSetting, workloads: Workloads) -> int:
+    from longspec.bench.folder import read_run
+    from longspec.bench.hf import Transformers, baselines
+    from longspec.bench.plots import can_draw
+    from longspec.bench.report import markdown
+    from longspec.bench.run import bench
+    from longspec.bench.summary import to_json
     from longspec.hub import resolve
     from longspec.progress import count_bar
 
-    # The one that transformers is to load, fetched before anything is timed.
-    folder = resolve(arguments.target, revision=arguments.revision, offline=arguments.offline).folder
-    with count_bar("runs", arguments.repeats) as advance:
-        result = compare(
-            load(arguments, calibrate=False),
-            folder,
-            arguments.context,
-            arguments.new_tokens,
-            arguments.repeats,
-            advance,
-        )
-    if arguments.json:
-        ratios = {"decode_ratio": result.decode_ratio, "prefill_ratio": result.prefill_ratio}
-        print(json.dumps(asdict(result) | ratios))
-        return 0
-    about = ", ".join(f"{name} {value}" for name, value in result.environment.items())
-    print(f"{result.context} tokens of context, {result.new_tokens} new; {about}")
-
-    def line(name: str, timing: Timing) -> str:
-        spread = f"{timing.token_least * 1e3:.1f} to {timing.token_most * 1e3:.1f}"
-        speed = f"{1 / timing.token:7.1f} tokens/s"
-        return f"{name:13} {speed}   {timing.token * 1e3:6.1f} ms ({spread})   prefill {timing.prefill:.2f} s"
-
-    print(line("longspec", result.ours))
-    print(line("transformers", result.theirs))
-    same = "the same tokens" if result.same_tokens else "DIFFERENT tokens"
-    print(
-        f"longspec decodes {result.decode_ratio:.2f} times as fast and prefills {result.prefill_ratio:.2f} "
-        f"times as fast; both said {same}"
+    name = f"bench-{arguments.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
+    output = Path(arguments.output or Path("outputs") / name)
+    model = load(arguments, "auto" in settings.methods, settings.batch)
+    chosen = workloads(model)
+    others: list[Transformers] = []
+    missing: dict[str, str] = {}
+    if arguments.baseline:
+        folder = resolve(arguments.target, revision=arguments.revision, offline=arguments.offline).folder
+        assistant = resolve(arguments.assistant).folder if arguments.assistant else None
+        others, missing = baselines(model, folder, assistant)
+    figures = bench(
+        *(model, chosen, settings, output, others, missing),
+        bar=lambda total: count_bar("answers", total),
     )
+    if arguments.json:
+        print(json.dumps({"run": str(output), "figures": to_json(figures)}))
+    else:
+        run = read_run(output)[0]
+        if sys.stdout.isatty():
+            _show(figures, run)
+        else:
+            print(markdown(figures, run))
+        what = "Rows and plots" if can_draw() else "Rows"
+        print(f"{what} are in {output}; for a page of it: longspec bench report {output}")
     return 0
+
+
+def _show(figures: Sequence[Figures], run: dict[str, Any]) -> None:
+    """The medians as a table for a terminal; report.md has the rest."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from longspec.bench.report import about, fastest_peer
+    from longspec.cli.terminal import printable
+
+    console, table = Console(), Table()
+    peers = any(fastest_peer(one) for one in figures)
+    for name in ("prompts", "T", "method"):
+        table.add_column(name, overflow="fold")
+    for name in ("tokens/s", "speedup", *(["vs hf"] if peers else []), "tau"):
+        table.add_column(name, justify="right")
+    table.add_column("same words")
+    for place, one in enumerate(figures):
+        peer = fastest_peer(one)
+        ratios = [one.speedup.get("vanilla"), *([one.speedup[peer] if peer else None] if peers else [])]
+        same = f"{one.compared - one.different} of {one.compared}" if one.compared else "-"
+        first = place == 0 or figures[place - 1].name != one.name
+        cells = [
+            one.name if first else "",
+            f"{one.temperature:g}",
+            one.method,
+            f"{one.tokens_per_second.median:,.1f}",
+        ]
+        cells += ["-" if ratio is None else f"{ratio.median:.2f}" for ratio in ratios]
+        cells += ["-" if one.tau is None else f"{one.tau:.2f}", same]
+        last = place + 1 == len(figures) or figures[place + 1].name != one.name
+        table.add_row(*(Text(printable(cell)) for cell in cells), end_section=last)
+    console.print(printable(about(run)), markup=False, highlight=False)
+    console.print(table)
+    for name, why in run.get("left_out", {}).items():
+        console.print(printable(f"Left out: {name}: {why}."), markup=False, highlight=False)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of `longspec bench`")
+    parser.add_argument(
+        "--output", metavar="FILE", help="the page to write (default: report.html in the first run)"
+    )
+    parser.add_argument(
+        "--answers", type=whole_number, default=4, metavar="N", help="shown in colour (%(default)s)"
+    )
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from longspec.bench.report import write_page
+    from longspec.errors import UserError
+
+    if arguments.answers < 0:
+        raise UserError(f"--answers is {arguments.answers}; it must be 0 or more")
+    runs = [Path(one) for one in arguments.runs]
+    output = Path(arguments.output) if arguments.output else runs[0] / "report.html"
+    write_page(runs, output, arguments.answers)
+    print(output)
+    return 0
+
+
+def _add_acceptance(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of `longspec bench`, with this draft")
+    parser.add_argument("--draft", required=True, metavar="FOLDER", help="whose config and card are updated")
+
+
+def _acceptance(arguments: argparse.Namespace) -> int:
+    from longspec.bench.acceptance import note_acceptance
+
+    print(json.dumps(note_acceptance([Path(one) for one in arguments.runs], Path(arguments.draft))))
+    return 0
+
+
+_COMMANDS = {
+    "generate": Command(
+        "Measure decoding methods against vanilla and transformers, whole answers.", _add_generate, _generate
+    ),
+    "context": Command("Measure the same as the context grows to the model's limit.", _add_context, _context),
+    "longbench": Command(
+        "Run the published experiment on LongBench, with its flags.", _add_longbench, _longbench
+    ),
+    "aime": Command("Run the published experiment on AIME 2024, with its flags.", _add_aime, _aime),
+    "load": LOAD,
+    "latency": LATENCY,
+    "train": TRAIN,
+    "acceptance": Command(
+        "Put what runs measured of a draft into its folder: the table of auto, and the card.",
+        _add_acceptance,
+        _acceptance,
+    ),
+    "report": Command("Make one HTML page of a run, or of several.", _add_report, _report),
+}
+BENCH = Command(_ABOUT, lambda parser: add_commands(parser, _COMMANDS, "kind"))

@@ -1,18 +1,20 @@
-"""Talk to a model in the terminal. The conversation keeps its KV: a turn computes only what is new.
+"""Talk to a model in the terminal.
+
+The conversation keeps its KV: a turn computes only what is new.
 
   longspec chat
   longspec chat --target qwq --temperature 0.7
   longspec chat --system "You answer in French."
 
-Ctrl-C stops an answer and keeps what was said; /reset starts anew; /exit or Ctrl-D leaves.
+Enter sends; Alt-Enter (or Esc, then Enter) starts a new line; pasted text stays one question. The up arrow
+brings back earlier questions, also of other days. Ctrl-C stops an answer and keeps what was said; /reset
+starts anew; /exit or Ctrl-D leaves. Without a terminal, each line of the input is a question.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from longspec.cli.arguments import (
@@ -22,57 +24,86 @@ from longspec.cli.arguments import (
     load,
     options,
 )
+from longspec.cli.command import Command
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from prompt_toolkit.history import History
+
     from longspec.api import LongSpec
     from longspec.options import Options
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `longspec chat`."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="instructions that open the conversation")
     add_model_arguments(parser)
     add_sampling_arguments(parser)
     add_method_arguments(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+def _run(arguments: argparse.Namespace) -> int:
     from longspec.cli.terminal import printable
     from longspec.errors import UserError
 
     chosen = options(arguments)
-    model = load(arguments, calibrate=arguments.calibrate and arguments.method == "auto", max_rows=1)
+    model = load(arguments, calibrate=False, max_rows=1)
     if not model.tokenizer.chat_template:
         raise UserError(f"{model.name} has no chat template; use `longspec generate --raw` with it")
-    opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    messages = list(opening)
-    print(f"{printable(model.name)}: /reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
-    with _line_history():
-        for line in _lines():
-            if line == "/exit":
-                break
-            if line == "/reset":
-                messages = list(opening)
-                model.reset()
-                print("(a new conversation)")
-            elif line.startswith("/"):
-                print(f"{printable(line)} is unknown; there are /reset and /exit")
-            else:
-                _turn(model, messages, line, chosen)
+    if arguments.calibrate and arguments.method == "auto":
+        _calibrate(model)
+    print(
+        f"{printable(model.name)}: Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer, "
+        "/reset starts anew, /exit or Ctrl-D leaves."
+    )
+    _talk(model, [{"role": "system", "content": arguments.system}] if arguments.system else [], chosen)
     return 0
 
 
-def _turn(model: LongSpec, messages: list[dict[str, str]], line: str, chosen: Options) -> None:
+def _calibrate(model: LongSpec) -> None:
+    """Measure this machine; Ctrl-C stops the measuring, not the chat."""
+    try:
+        model.calibrate(progress=True)
+    except KeyboardInterrupt:
+        print("(not measured: method auto goes by defaults until the next start)")
+
+
+def _talk(model: LongSpec, opening: list[dict[str, str]], chosen: Options) -> None:
+    """Questions and answers until the user leaves, which Ctrl-C does not do."""
+    from longspec.cli.terminal import printable
+
+    # Without a terminal, each line is a question.
+    ask = _line_editor() if sys.stdin.isatty() and sys.stdout.isatty() else input
+    messages = list(opening)
+    while True:
+        try:
+            question = ask().strip()
+            if question == "/exit":
+                return
+            if question == "/reset":
+                messages = list(opening)
+                model.reset()
+                print("(a new conversation)")
+            elif question.startswith("/") and "\n" not in question:
+                print(f"{printable(question)} is unknown; there are /reset and /exit")
+            elif question:
+                _turn(model, messages, question, chosen)
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("(Ctrl-D leaves)")
+
+
+def _turn(model: LongSpec, messages: list[dict[str, str]], text: str, chosen: Options) -> None:
     """One question and its answer; an error, or a stop before it begins, leaves the conversation alone."""
     from longspec.cli.terminal import figures, printable, write
     from longspec.errors import UserError
 
-    question = {"role": "user", "content": line}
+    question = {"role": "user", "content": text}
+    asked = [*messages, question]
     try:
-        with model.stream(
-            [*messages, question], **_within_room(model, [*messages, question], chosen)
-        ) as stream:
+        with model.stream(asked, **_within_room(model, asked, chosen)) as stream:
             try:
                 for piece in stream:
                     write(piece)
@@ -99,38 +130,40 @@ def _within_room(model: LongSpec, messages: list[dict[str, str]], chosen: Option
     return {**chosen, "max_new_tokens": min(wanted, room)}
 
 
-def _lines() -> Iterator[str]:
-    """What the user types, without the empty lines, until the end of the input."""
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print("\n(Ctrl-D leaves)")
-            continue
-        if line:
-            yield line
+def _line_editor() -> Callable[[], str]:
+    """Reads a question of one or more lines. A terminal marks what is pasted, so its lines stay together."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.newline()
+
+    session: PromptSession[str] = PromptSession(
+        "> ", multiline=True, prompt_continuation="  ", key_bindings=keys, history=_history()
+    )
+    return session.prompt
 
 
-@contextlib.contextmanager
-def _line_history() -> Iterator[None]:
-    """Arrow keys bring back earlier questions, also from other days."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    import readline
+def _history() -> History:
+    """Earlier questions, kept in the cache folder where that can be written."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     from longspec.hub import cache_dir
 
     path = cache_dir() / "chat_history"
-    with contextlib.suppress(OSError):
-        readline.read_history_file(path)
     try:
-        yield
-    finally:
-        readline.set_history_length(1000)
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            readline.write_history_file(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(path)
+
+
+CHAT = Command(__doc__, _add_arguments, _run)

@@ -1,4 +1,7 @@
-"""Answer one prompt, streaming the text; the last line, on stderr, has the figures.
+"""Answer one prompt, streaming the text.
+
+The last line, on stderr, has the figures. In it tau is how many tokens a round emits: the target runs once a
+round, and vanilla emits one token each time.
 
 longspec generate "Why is the sky blue?"
 longspec generate --file report.txt --max-new-tokens 200
@@ -14,7 +17,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from longspec.cli.arguments import (
     add_method_arguments,
@@ -23,19 +26,22 @@ from longspec.cli.arguments import (
     load,
     options,
 )
+from longspec.cli.command import Command
+from longspec.decoding.methods.registry import all_options
 
 if TYPE_CHECKING:
     from longspec.api import LongSpec
     from longspec.generation import Generation
     from longspec.options import Options
 
-# How often --compare has each of the two answer: the faster time counts, for nothing makes one too fast.
+# How often --compare has each of the two answer: the faster time counts, because disturbances only slow down.
 _TURNS = 2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `longspec generate`."""
-    parser.add_argument("prompt", nargs="?", help="the prompt; without it, --file or standard input is read")
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "prompt", nargs="*", help="the prompt, in quotes; without it, --file or standard input is read"
+    )
     parser.add_argument("--file", metavar="PATH", help="read the prompt from a UTF-8 file")
     parser.add_argument("--raw", action="store_true", help="no chat template: continue the text as it is")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
@@ -48,22 +54,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="afterwards, have vanilla and the method answer by turns, and tell how much faster it is",
+        help=f"afterwards, have the method and vanilla answer {_TURNS} more times each, and tell how much "
+        "faster the method is",
     )
     add_model_arguments(parser)
     add_sampling_arguments(parser)
     add_method_arguments(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+def _run(arguments: argparse.Namespace) -> int:
     from longspec.cli.terminal import figures, write
     from longspec.errors import UserError
 
     for flag in ("explain", "compare"):
         if arguments.json and getattr(arguments, flag):
             raise UserError(f"--{flag} is for people and --json for machines; give one of them")
-    prompt = read_prompt(arguments)
+    prompt = _read_prompt(arguments)
     chosen = options(arguments)
     model = load(arguments, calibrate=arguments.calibrate and arguments.method == "auto", max_rows=1)
     if arguments.json:
@@ -86,17 +92,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _compare(model: LongSpec, prompt: str, chosen: Options, result: Generation) -> None:
     """Print how much faster the method decodes than vanilla, and whether they say the same."""
+    from longspec.progress import count_bar
+
     if result.tokens < 2:
         print("[nothing to compare: the first token comes from reading the prompt]", file=sys.stderr)
         return
+    print(f"[comparing: {_TURNS} more answers each by {result.method} and by vanilla]", file=sys.stderr)
     own, plain = [], []
-    for _ in range(_TURNS):
-        own.append(model.generate(prompt, **chosen))
-        plain.append(model.generate(prompt, **chosen | {"method": "vanilla"}))
+    others = {name: value for name, value in chosen.items() if name not in all_options()}
+    vanilla = cast("Options", others | {"method": "vanilla"})
+    with count_bar("answers", 2 * _TURNS) as advance:
+        for _ in range(_TURNS):
+            own.append(model.generate(prompt, **chosen))
+            advance(1)
+            plain.append(model.generate(prompt, **vanilla))
+            advance(1)
     fast, slow = (max(one.decode_tokens_per_second for one in answers) for answers in (own, plain))
     same = all(one.token_ids == result.token_ids for one in (*own, *plain))
     print(
-        f"[by turns, without the prompt: {result.method} {fast:.1f} tokens/s, vanilla {slow:.1f}: "
+        f"[without the time of the prompt: {result.method} {fast:.1f} tokens/s, vanilla {slow:.1f}: "
         f"{fast / slow:.2f} times as fast; {'the same answer' if same else 'the answers differ'}]",
         file=sys.stderr,
     )
@@ -115,15 +129,18 @@ def _explain(result: Generation, tokenizer: Any) -> None:
     print(legend(colour), file=sys.stderr)
 
 
-def read_prompt(arguments: argparse.Namespace) -> str:
+def _read_prompt(arguments: argparse.Namespace) -> str:
     """The prompt from the argument, --file or standard input."""
     from longspec.errors import UserError
 
-    if arguments.prompt is not None and arguments.file is not None:
+    if len(arguments.prompt) > 1:
+        words = " ".join(arguments.prompt)
+        raise UserError(f'the prompt is {len(arguments.prompt)} arguments; put it in quotes: "{words}"')
+    if arguments.prompt and arguments.file is not None:
         raise UserError("give the prompt as an argument or with --file, not both")
     try:
-        if arguments.prompt is not None:
-            text = str(arguments.prompt)
+        if arguments.prompt:
+            text = str(arguments.prompt[0])
         elif arguments.file is not None:
             text = Path(arguments.file).read_text(encoding="utf-8")
         elif sys.stdin.isatty():
@@ -138,3 +155,6 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     if not text.strip():
         raise UserError("the prompt is empty; give some text")
     return text
+
+
+GENERATE = Command(__doc__, _add_arguments, _run)

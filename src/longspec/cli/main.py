@@ -7,10 +7,12 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any, NoReturn
+from difflib import get_close_matches
+from typing import Any
 
 from longspec import __version__
+from longspec.cli import bench, chat, data, generate, models, serve, train
+from longspec.cli.command import Command, Parser, add_commands, add_debug
 from longspec.cli.terminal import open_streams, printable
 
 _DESCRIPTION = """\
@@ -22,29 +24,27 @@ Lossless speculative decoding for long contexts: Llama and Qwen models answer fa
   longspec models                               models that have a short name
   longspec info qwq                             how large a model is, and what memory decoding takes
   longspec data prepare text.jsonl -o data      tokenise text to train a draft on
+
+Shell completion: longspec completion bash > ~/.local/share/bash-completion/completions/longspec
 """
 
-_COMMANDS = {
-    "generate": "answer one prompt",
-    "chat": "talk in the terminal",
-    "serve": "serve over HTTP with OpenAI's interface, and a page",
-    "models": "list the models that have a short name",
-    "info": "show a target's size, and plan the memory of decoding with it",
-    "data": "make training data: tokenise text, look at what was made",
-    "train": "train a draft for a target",
-    "export": "make a draft folder of a training run",
-    "plot": "draw the loss and acceptance of a training run",
-    "bench": "measure this machine, side by side in one run",
-}
+_COMPLETION = """\
+Print a script for completion by the shell.
+
+longspec completion bash > ~/.local/share/bash-completion/completions/longspec
+longspec completion zsh > ~/.zfunc/_longspec          with ~/.zfunc in fpath
+longspec completion tcsh > ~/.longspec.completion     and `source` it in ~/.tcshrc
+"""
+_SHELLS = ("bash", "zsh", "tcsh")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Bad input is one line on stderr and code 2."""
     open_streams()
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
     warnings.showwarning = _show_warning
     try:
-        code: int = import_module(f"longspec.cli.{arguments.command}").run(arguments)
+        code: int = arguments.handler(arguments)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -59,6 +59,50 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"longspec: error: {printable(_one_line(error))}", file=sys.stderr)
         return 2
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        flags = arguments.parser._option_string_actions
+        close = get_close_matches(unknown[0], flags, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        arguments.parser.error(f"{' '.join(unknown)} is unknown{hint}")
+    return arguments
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="longspec", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_debug(parser, default=False)
+    parser.add_argument("--version", action="version", version=f"longspec {__version__}")
+    commands = {
+        "generate": generate.GENERATE,
+        "chat": chat.CHAT,
+        "serve": serve.SERVE,
+        "models": models.MODELS,
+        "info": models.INFO,
+        "data": data.DATA,
+        "train": train.TRAIN,
+        "export": train.EXPORT,
+        "plot": train.PLOT,
+        "bench": bench.BENCH,
+        "completion": Command(_COMPLETION, _add_shell, _print_completion),
+    }
+    add_commands(parser, commands, "command")
+    return parser
+
+
+def _add_shell(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=_SHELLS, help="whose script")
+
+
+def _print_completion(arguments: argparse.Namespace) -> int:
+    import shtab
+
+    print(shtab.complete(_parser(), arguments.shell))
+    return 0
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -76,36 +120,3 @@ def _is_for_users(error: BaseException) -> bool:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text or f"{type(error).__name__} (run again with --debug for the details)"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        super().error(printable(message))
-
-
-def _parser() -> argparse.ArgumentParser:
-    debug = "show the traceback of an error"
-    common = _Parser(add_help=False)
-    # Without a default: it would overrule a --debug that came before the command.
-    common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
-    parser = _Parser(
-        prog="longspec", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--debug", action="store_true", help=debug)
-    parser.add_argument("--version", action="version", version=f"longspec {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, summary in _COMMANDS.items():
-        module = import_module(f"longspec.cli.{name}")
-        command = commands.add_parser(
-            name,
-            parents=[common],
-            help=summary,
-            description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(command)
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

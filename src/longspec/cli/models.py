@@ -1,22 +1,49 @@
-"""List the models that have a short name, with their drafts and what is already on disk.
-
-Any other Llama, Qwen2 or Qwen3 model works too: give its hub id, folder or .gguf file as --target.
-"""
+"""`longspec models` and `longspec info`: which targets there are, and what memory one takes."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from longspec.cli.arguments import (
+    DEFAULT_TARGET,
+    add_device,
+    add_size_arguments,
+    add_source,
+    add_tree_shape,
+    positive_number,
+)
+from longspec.cli.command import Command
+from longspec.config import DEFAULT_TREE
+
+if TYPE_CHECKING:
+    from longspec.config import DraftConfig
+    from longspec.hub import ModelEntry
+
+_MODELS = """\
+List the models that have a short name.
+
+Any other Llama, Qwen2 or Qwen3 model works too: give its hub id, folder or .gguf file as --target.
+"""
+_INFO = """\
+Show a target's size, and plan the memory of decoding with it.
+
+Each part is held against this machine's memory. Only the config is fetched for a model that is not on disk.
+
+longspec info qwq
+longspec info llama8b --context 131072 --batch 4 --dtype bfloat16
+longspec info ./my-model --draft ./my-draft --json
+"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `longspec models`."""
+def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON list")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
-    from longspec.hub import DEFAULT_TARGET, MODELS, default_draft, on_disk, shipped_draft
+def _models(arguments: argparse.Namespace) -> int:
+    from longspec.hub import MODELS, default_draft, on_disk, shipped_draft
     from longspec.hub.embedded import REQUIREMENT
 
     rows = [
@@ -43,3 +70,155 @@ def run(arguments: argparse.Namespace) -> int:
         draft = f"{draft} (comes with longspec)" if row["draft_shipped"] else draft
         print(line.format(row["name"], row["context"], here, target, draft))
     return 0
+
+
+def _add_info(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", nargs="?", default=DEFAULT_TARGET, help="as --target of generate")
+    add_source(parser)
+    add_device(parser)
+    parser.add_argument(
+        "--context",
+        type=positive_number,
+        metavar="N",
+        help="tokens of prompt and answer (default: the context limit)",
+    )
+    parser.add_argument(
+        "--batch", type=positive_number, default=1, metavar="N", help="prompts at a time (%(default)s)"
+    )
+    parser.add_argument(
+        "--draft",
+        metavar="DRAFT",
+        help="as for generate (default: the one that comes with longspec for this target, or else one of the "
+        "published architecture; 'none' for none)",
+    )
+    add_tree_shape(parser)
+    add_size_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    facts = _facts(arguments)
+    print(json.dumps(facts) if arguments.json else _report(facts))
+    return 0
+
+
+def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
+    from longspec.decoding.methods import Tree
+    from longspec.engine.memory import page_size, plan_decoding, size_engine
+    from longspec.errors import UserError
+    from longspec.hub import resolve
+    from longspec.models.files import read_config
+    from longspec.models.placement import pick_device, pick_dtype
+
+    device = pick_device(arguments.device)
+    dtype = pick_dtype(arguments.dtype, device)
+    files = resolve(
+        arguments.target, revision=arguments.revision, offline=arguments.offline, config_only=True
+    )
+    config = read_config(files.folder, files.config)
+    limit = files.entry.context if files.entry else config.max_length
+    context, batch = arguments.context or limit, arguments.batch
+    if context > limit:
+        raise UserError(f"--context is {context}; the target's limit is {limit} tokens")
+    shape = DEFAULT_TREE if arguments.tree_shape is None else arguments.tree_shape
+    Tree(shape)  # refuses what is wrong
+    draft_name, draft = _draft(arguments, files.entry)
+    budget = plan_decoding(config, draft, context, batch, shape, dtype, device)
+    per_token = config.kv_bytes_per_token(dtype.itemsize)
+    beside = plan_decoding(config, draft, 1, 1, shape, dtype, device)
+    rest = budget.free - budget.needs.weights - budget.needs.draft_weights
+    page = page_size(dtype, config.head_dim, device.type == "cuda")
+    try:
+        size = size_engine(
+            *(config, dtype, device, rest, page),
+            max_rows=arguments.max_rows, kv_bytes=arguments.kv_memory, limit=limit,
+        )  # fmt: skip
+        engine = asdict(size) | {"kv_tokens": size.num_tokens}
+    except UserError:
+        engine = None  # there is no room for it, as the report says
+    return {
+        "target": files.name,
+        "family": config.family,
+        "parameters": config.num_parameters,
+        "layers": config.num_layers,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocabulary": config.vocab_size,
+        "context_limit": limit,
+        "draft": draft_name,
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "kv_bytes_per_token": per_token,
+        "context_that_fits": min(limit, max(0, beside.left // per_token)),
+        "context": context,
+        "batch": batch,
+        "tree_shape": list(shape),
+        "needs": asdict(budget.needs) | {"total": budget.needs.total},
+        "free_bytes": budget.free,
+        "device_bytes": budget.device_total,
+        "left_bytes": budget.left,
+        "engine": engine,
+    }
+
+
+def _draft(arguments: argparse.Namespace, entry: ModelEntry | None) -> tuple[str | None, DraftConfig | None]:
+    """The draft that `generate` would take and its config; what is published is not fetched for that."""
+    from longspec.hub import default_draft, resolve_draft, shipped_draft
+    from longspec.models.draft_files import PUBLISHED, read_draft_config
+
+    name = arguments.draft or default_draft(entry)
+    if name in (None, "none"):
+        return None, None
+    if arguments.draft is None and shipped_draft(name) is None:
+        return name, PUBLISHED
+    return name, read_draft_config(resolve_draft(name, offline=arguments.offline))
+
+
+def _report(facts: dict[str, Any]) -> str:
+    """The plan for people."""
+    from longspec.models.placement import gigabytes
+
+    needs, device, left = facts["needs"], facts["device"], facts["left_bytes"]
+    parts = {
+        "weights": f"in {facts['dtype']}",
+        "kv": f"{facts['batch']} x {facts['context']:,} tokens and a tree, "
+        f"{facts['kv_bytes_per_token']:,} bytes per token",
+        "rope": "its tables",
+        "draft_weights": f"draft: {facts['draft']}",
+        "draft_kv": f"{needs['draft_kv'] // facts['batch']:,} bytes a row, at any context",
+        "graphs": "reserved for captured rounds",
+        "working": "reserved for libraries, the activations of a prefill chunk and logits",
+    }
+    lines = [
+        f"{facts['target']}: {facts['family']}, {facts['parameters'] / 1e6:,.0f} million parameters",
+        f"  {facts['layers']} layers, {facts['heads']} query and {facts['kv_heads']} KV heads of "
+        f"{facts['head_dim']}, vocabulary {facts['vocabulary']:,}, context limit {facts['context_limit']:,}",
+        f"Memory on {device}:",
+    ]
+    for name, note in parts.items():
+        if needs[name]:
+            lines.append(f"  {name.replace('_', ' '):14} {gigabytes(needs[name]):>9}  {note}")
+    lines.append(f"  {'total':14} {gigabytes(needs['total']):>9}")
+    free, whole = gigabytes(facts["free_bytes"]), gigabytes(facts["device_bytes"])
+    verdict = f"{gigabytes(left)} are left" if left >= 0 else f"{gigabytes(-left)} are missing"
+    lines.append(f"  {'free':14} {free:>9}  of {whole}: {verdict}")
+    if left < 0:
+        lines.append(
+            "It does not fit: a shorter --context, a smaller --batch or --dtype, or another --device"
+        )
+    beside = "with its draft" if facts["draft"] else "without a draft"
+    lines.append(
+        f"A single prompt and its answer fit here up to {facts['context_that_fits']:,} tokens, {beside}"
+    )
+    if engine := facts["engine"]:
+        size = gigabytes(engine["kv_tokens"] * facts["kv_bytes_per_token"])
+        lines.append(
+            f"Loaded here, it answers up to {engine['max_rows']} prompts at once and holds "
+            f"{engine['kv_tokens']:,} tokens of KV ({size}), at most {engine['max_length']:,} of one text"
+        )
+    return "\n".join(lines)
+
+
+MODELS = Command(_MODELS, _add_models, _models)
+INFO = Command(_INFO, _add_info, _info)

@@ -10,39 +10,48 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from longspec.cli.arguments import add_method_arguments, add_model_arguments, load
+from longspec.cli.arguments import (
+    add_method_arguments,
+    add_model_arguments,
+    load,
+    number,
+    options,
+    whole_number,
+)
+from longspec.cli.command import Command
 
 if TYPE_CHECKING:
     from longspec.api import LongSpec
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `longspec serve`."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument(
         "--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all of them (%(default)s)"
     )
-    group.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (%(default)s)")
+    group.add_argument(
+        "--port", type=whole_number, default=8000, help="port; 0 takes a free one (%(default)s)"
+    )
     group.add_argument(
         "--api-key-file", metavar="PATH", help="file with keys, one a line; who has none of them is refused"
     )
     group.add_argument(
         "--max-queue",
-        type=int,
+        type=whole_number,
         default=256,
         metavar="N",
         help="answers that may wait beside those that run; more are refused with status 429 (%(default)s)",
     )
     group.add_argument(
         "--max-seconds",
-        type=float,
+        type=number,
         default=600.0,
         metavar="S",
         help="longest time for a request (%(default)s)",
     )
     group.add_argument(
         "--grace-seconds",
-        type=int,
+        type=whole_number,
         default=30,
         metavar="S",
         help="at the end, time for the answers that are under way (%(default)s)",
@@ -51,18 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_method_arguments(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
-    from dataclasses import fields
-
-    from longspec.decoding.methods.make import MethodOptions
-    from longspec.options import read_options
+def _run(arguments: argparse.Namespace) -> int:
     from longspec.server.run import FrontOptions, bind, read_api_keys, serve
     from longspec.server.service import Limits
 
-    names = [field.name for field in fields(MethodOptions)]
-    method = {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
-    read_options(method)
+    method = {name: value for name, value in options(arguments).items() if value is not None}
     limits = Limits(arguments.max_queue, arguments.max_seconds)
     keys = read_api_keys(arguments.api_key_file) if arguments.api_key_file else []
 
@@ -71,6 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
         model.engine.prepare(model.engine.scheduler.max_rows)
         return model
 
-    options = FrontOptions(limits, tuple(keys), method, arguments.grace_seconds)
-    serve(load_and_prepare, bind(arguments.host, arguments.port), options)
+    front = FrontOptions(limits, tuple(keys), method, arguments.grace_seconds)
+    serve(load_and_prepare, bind(arguments.host, arguments.port), front)
     return 0
+
+
+SERVE = Command(__doc__ or "", _add_arguments, _run)

@@ -76,15 +76,15 @@ def in_colour() -> bool:
 
 
 def figures(result: Generation) -> str:
-    """One line on how it went."""
-    decoding = f"{result.tokens} tokens at {result.decode_tokens_per_second:.1f} tokens/s"
-    prompt = f"prompt of {result.prompt_tokens} in {result.prefill_seconds:.2f} s"
-    how = result.method
-    if result.tree_shape is not None:
-        shape = result.tree_shape
-        size = f"of {len(shape)}" if max(shape) == 1 else ",".join(map(str, shape))
-        most = f" cut to {result.max_nodes} nodes" if result.max_nodes else ""
-        copied = f", up to {result.num_copied} tokens copied" if result.num_copied else ""
-        how = f"{result.method} {size}{most}{copied}, tau {result.tau:.2f}"
-    where = f"{printable(result.target)} {result.dtype} on {result.device}"
-    return f"[{decoding}; {prompt}; {how}; seed {result.seed}; {where}; ended by {result.finish_reason}]"
+    """One line on how it went; tau is explained in it, because this is where most people meet it."""
+    parts = [f"{result.tokens} token{'' if result.tokens == 1 else 's'}"]
+    # The first token comes from the prompt, so one alone has no speed.
+    if result.tokens > 1:
+        parts[0] += f" at {result.decode_tokens_per_second:.1f} tokens/s"
+    parts.append(f"prompt of {result.prompt_tokens} in {result.prefill_seconds:.2f} s")
+    has_tau = result.rounds and result.tree_shape is not None
+    parts.append(result.label + (f", tau {result.tau:.2f} (tokens per round)" if has_tau else ""))
+    if result.temperature > 0:
+        parts.append(f"seed {result.seed}")
+    parts.append(f"{printable(result.target)} {result.dtype} on {result.device}")
+    return f"[{'; '.join(parts)}; ended by {result.finish_reason}]"

@@ -1,7 +1,58 @@
-"""See `longspec.train.command`, which all launchers share."""
+"""`longspec train`, `export` and `plot`: train a draft, and what comes after."""
 
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from longspec.cli.command import Command
 from longspec.train import command
-from longspec.train.command import add_arguments, run
 
-__doc__ = command.__doc__
-__all__ = ["add_arguments", "run"]
+_EXPORT = """\
+Make a draft folder of a training run.
+
+It is what `longspec generate --draft` loads, with a model card.
+
+longspec export outputs/mine my-draft
+longspec generate --draft my-draft "Why is the sky blue?"
+"""
+_PLOT = """\
+Draw the loss and the acceptance of a training run.
+
+longspec plot outputs/mine                writes outputs/mine/plot.png
+"""
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the run's folder; its newest whole checkpoint is taken")
+    parser.add_argument("output", metavar="FOLDER", help="the draft folder to write")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        metavar="TYPE",
+        help="of the weights: auto (the target's), float32, bfloat16",
+    )
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from longspec.train.export import export
+
+    print(export(Path(arguments.run), Path(arguments.output), arguments.dtype))
+    return 0
+
+
+def _add_plot(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the run's folder")
+    parser.add_argument("--output", metavar="FILE", help="the picture to write (default: RUN/plot.png)")
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+    from longspec.train.plot import plot
+
+    print(plot(Path(arguments.run), Path(arguments.output) if arguments.output else None))
+    return 0
+
+
+TRAIN = Command(command.__doc__, command.add_arguments, command.run)
+EXPORT = Command(_EXPORT, _add_export, _export)
+PLOT = Command(_PLOT, _add_plot, _plot)

@@ -31,7 +31,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Policy:
+class Packing:
     """A way to pack, by name in `POLICIES`."""
 
     pack: Callable[[Sequence[Document], int, int], list[Packed]]
@@ -89,16 +89,16 @@ def pack_single(documents: Sequence[Document], seq_length: int, pad_id: int) -> 
 
 
 POLICIES = {
-    "stream": Policy(pack_stream, splits=True, shares=True),
-    "whole": Policy(pack_whole, splits=False, shares=True),
-    "single": Policy(pack_single, splits=True, shares=False),
+    "stream": Packing(pack_stream, splits=True, shares=True),
+    "whole": Packing(pack_whole, splits=False, shares=True),
+    "single": Packing(pack_single, splits=True, shares=False),
 }
 
 
 class Shelf:
     """The documents of the shard in the making."""
 
-    def __init__(self, policy: Policy, seq_length: int, num_sequences: int, pad_id: int) -> None:
+    def __init__(self, policy: Packing, seq_length: int, num_sequences: int, pad_id: int) -> None:
         self._policy, self._seq_length, self._pad_id = policy, seq_length, pad_id
         self._capacity = num_sequences * seq_length
         self._documents: list[Document] = []

@@ -40,7 +40,7 @@ _NUM_PLACES = 5
 
 
 @dataclass(frozen=True)
-class Options:
+class PrepareOptions:
     """What to prepare, and how; the flags of the command."""
 
     inputs: tuple[str, ...]
@@ -89,7 +89,7 @@ class Options:
 
 
 @dataclass
-class State:
+class PrepareState:
     """How far the work is, at a shard's end."""
 
     settings: dict[str, Any]
@@ -103,7 +103,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Summary:
+class PrepareSummary:
     """What was made."""
 
     folder: str
@@ -123,7 +123,7 @@ class Summary:
     """Whether it was done before."""
 
 
-def prepare(options: Options, progress: bool = False) -> Summary:
+def prepare(options: PrepareOptions, progress: bool = False) -> PrepareSummary:
     """Make the dataset, or what is missing of it.
 
     With more than one worker, a script that calls this needs Python's `if __name__ == "__main__":` guard.
@@ -171,7 +171,7 @@ def prepare(options: Options, progress: bool = False) -> Summary:
 class _Job:
     """The packing side: documents come in, shards go out."""
 
-    def __init__(self, options: Options, encoder: Encoder, state: State) -> None:
+    def __init__(self, options: PrepareOptions, encoder: Encoder, state: PrepareState) -> None:
         self._options, self._encoder, self.state = options, encoder, state
         num_sequences = options.shard_sequences or max(1, _SHARD_TOKENS // options.seq_length)
         self._shelf = Shelf(POLICIES[options.pack], options.seq_length, num_sequences, encoder.pad_id)
@@ -255,25 +255,25 @@ class _Job:
         return info
 
 
-def _read_state(folder: Path, settings: dict[str, Any]) -> State:
+def _read_state(folder: Path, settings: dict[str, Any]) -> PrepareState:
     """Where an earlier run stopped; the beginning where there was none."""
     path = folder / _STATE
     if not path.is_file():
         if any(folder.iterdir()):
             raise UserError(f"the folder {folder} holds something else already: name another with --output")
-        state = State(settings)
+        state = PrepareState(settings)
         _write_state(folder, state)
         return state
     raw = read_json(path)
     try:
-        state = State(**raw | {"position": Position(**raw["position"])})
+        state = PrepareState(**raw | {"position": Position(**raw["position"])})
     except (KeyError, TypeError) as error:
         raise UserError(f"cannot read {path}: {error}; remove {folder} to begin anew") from error
     _compare(state.settings, settings, folder, "was begun")
     return state
 
 
-def _write_state(folder: Path, state: State) -> None:
+def _write_state(folder: Path, state: PrepareState) -> None:
     write_whole(folder / _STATE, json.dumps(asdict(state), indent=1).encode())
 
 
@@ -287,9 +287,9 @@ def _compare(old: dict[str, Any], new: dict[str, Any], folder: Path, what: str) 
         )
 
 
-def _summary(folder: Path, info: DatasetInfo, seconds: float, rate: float | None) -> Summary:
+def _summary(folder: Path, info: DatasetInfo, seconds: float, rate: float | None) -> PrepareSummary:
     made_by = info.made_by
-    return Summary(
+    return PrepareSummary(
         str(folder),
         info.num_sequences,
         info.num_tokens,

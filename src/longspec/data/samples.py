@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from longspec.data.screen import is_repetitive, loop_start, signature
 from longspec.data.shards import Role
-from longspec.decoding.choose import Sampling, hash_bits, uniform
-from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.choose import hash_bits, uniform
+from longspec.decoding.methods import VANILLA
+from longspec.decoding.sampling import Sampling
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError, naming
 from longspec.prompts import PromptEncoder
@@ -37,8 +38,6 @@ _LEAST_ROOM = 32
 _LEAST_COMPARED = 32
 _QUESTION, _ANSWER = 0, 1
 _MARK = "7f3a9c51"
-# With so many rows at once nothing is faster than the target alone.
-_VANILLA = MethodOptions("vanilla")
 # Seeds are below this.
 _SEEDS = 2**63
 # Of a token, in prose and at the most that is reckoned with.
@@ -242,7 +241,7 @@ class Script:
             prompt, room, temperature = sample.tokens, mix.max_new_tokens, sample.temperature
         limit = min(room, mix.seq_length - len(prompt))
         seed = (sample.noise ^ sample.num_sequences) % _SEEDS
-        return Sequence(list(prompt), limit, Sampling(temperature), seed, self._eos_ids, _VANILLA)
+        return Sequence(list(prompt), limit, Sampling(temperature), seed, self._eos_ids, VANILLA)
 
     def take(self, sample: Sample, tokens: list[int], ended: bool) -> None:
         """Add to a sample what the target wrote; where it `ended` the text, the last token says so."""

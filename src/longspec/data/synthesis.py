@@ -66,7 +66,7 @@ class Output:
 
 
 @dataclass
-class State:
+class SynthesisState:
     """What is known between shards."""
 
     num_shards: int = 0
@@ -78,7 +78,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Summary:
+class SynthesisSummary:
     """What a run made; speed and seconds are of this run, the rest of the dataset."""
 
     folder: str
@@ -126,9 +126,9 @@ def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 def make_dataset(
     output: Output, script: Script, engine: Engine, on_tokens: OnTokens, seconds: float | None = None
-) -> Summary:
+) -> SynthesisSummary:
     """Make the shards that are missing, and finish the dataset; no shard is begun after so many seconds."""
-    folder, state, clock = output.folder, State(), _Clock(on_tokens)
+    folder, state, clock = output.folder, SynthesisState(), _TokenClock(on_tokens)
     (folder / _PROGRESS).mkdir(parents=True, exist_ok=True)
     write_whole(folder / _PROGRESS / "settings.json", json.dumps(output.settings, indent=1).encode())
     _recall(folder, state)
@@ -142,12 +142,12 @@ def make_dataset(
     return summary_of(folder, clock.written, clock.seconds)
 
 
-def summary_of(folder: Path, tokens_written: int = 0, seconds: float = 0.0) -> Summary:
+def summary_of(folder: Path, tokens_written: int = 0, seconds: float = 0.0) -> SynthesisSummary:
     """What a finished dataset says of how it was made."""
     info = read_info(folder)
     counts = dict(info.made_by["counts"])
     kept, cut = counts.pop("kept"), counts.pop("loops cut", 0)
-    return Summary(
+    return SynthesisSummary(
         folder=str(folder),
         num_tokens=info.num_tokens,
         num_sequences=info.num_sequences,
@@ -161,7 +161,7 @@ def summary_of(folder: Path, tokens_written: int = 0, seconds: float = 0.0) -> S
     )
 
 
-class _Clock:
+class _TokenClock:
     """Counts the tokens that are sampled, and the time."""
 
     def __init__(self, on_tokens: OnTokens) -> None:
@@ -177,7 +177,9 @@ class _Clock:
         self._on_tokens(total, self.written / self.seconds)
 
 
-def _make_shard(output: Output, state: State, script: Script, engine: Engine, clock: _Clock) -> None:
+def _make_shard(
+    output: Output, state: SynthesisState, script: Script, engine: Engine, clock: _TokenClock
+) -> None:
     """Write the next samples, drop what is not worth keeping, and put the rest on disk."""
     each = state.num_tokens / state.next_sample if state.num_tokens else _FIRST_GUESS
     wanted = int(_MARGIN * (output.num_tokens - state.num_tokens) / each) + 1
@@ -215,9 +217,9 @@ def _write(
     samples: list[Sample],
     script: Script,
     engine: Engine,
-    state: State,
+    state: SynthesisState,
     remembered: list[NDArray[np.uint64]],
-    clock: _Clock,
+    clock: _TokenClock,
 ) -> None:
     """Have the samples written, wave by wave: first questions and first turns, then what comes after."""
     total = state.num_tokens
@@ -243,7 +245,7 @@ def _keep(seen: Seen, remembered: list[NDArray[np.uint64]], keys: NDArray[np.uin
     return new
 
 
-def _note(folder: Path, state: State, remembered: list[NDArray[np.uint64]]) -> None:
+def _note(folder: Path, state: SynthesisState, remembered: list[NDArray[np.uint64]]) -> None:
     """Put down how things stand after a shard, before the shard itself appears."""
     facts = {"next_sample": state.next_sample, "num_tokens": state.num_tokens, "counts": dict(state.counts)}
     keys = np.concatenate(remembered) if remembered else np.zeros(0, np.uint64)
@@ -252,7 +254,7 @@ def _note(folder: Path, state: State, remembered: list[NDArray[np.uint64]]) -> N
     write_whole(_note_path(folder, state.num_shards), file.getvalue())
 
 
-def _recall(folder: Path, state: State) -> None:
+def _recall(folder: Path, state: SynthesisState) -> None:
     """Take up the state after the last shard that is there."""
     for index in count():
         if not shard_folder(folder, index).exists():

@@ -14,8 +14,8 @@ from longspec import hub
 from longspec.config import ModelConfig
 from longspec.data.samples import MODES, JsonLines, Mix, Script, read_document, read_prompt
 from longspec.data.shards import is_finished, tokenizer_fingerprint
-from longspec.data.synthesis import Output, Summary, begin, make_dataset, summary_of
-from longspec.decoding.choose import Sampling
+from longspec.data.synthesis import Output, SynthesisSummary, begin, make_dataset, summary_of
+from longspec.decoding.sampling import Sampling
 from longspec.engine.make import make_engine
 from longspec.engine.memory import kv_bytes
 from longspec.errors import UserError
@@ -101,7 +101,7 @@ class Request:
         return self.modes or {"questions": 1.0}
 
 
-def synthesize(request: Request, progress: bool = False) -> Summary:
+def synthesize(request: Request, progress: bool = False) -> SynthesisSummary:
     """Make the dataset, or go on where an earlier run was stopped; returns what came of it."""
     place = pick_device(request.device)
     kind = pick_dtype(request.dtype, place)

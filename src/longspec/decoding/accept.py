@@ -1,4 +1,4 @@
-"""Acceptance: which of the proposed tokens the target would have said itself.
+"""Acceptance: which of the proposed tokens the target would have chosen itself.
 
 Coupled acceptance, the default, walks from the root: at each node the target's own choice is made, by the
 same pure function that vanilla decoding uses; if one of the node's children is that token, the walk moves
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from longspec.decoding.choose import choose
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 
+AcceptanceRule = Literal["coupled", "rejection"]
 LogitsAt = Callable[[Tensor], Tensor]
 """The target's logits [B, V] at one node per row, int64 [B]."""
 
@@ -35,7 +37,7 @@ class Accepted:
 
 @dataclass
 class Walk:
-    """One step down per turn, all rows together; rows that found no child stand still."""
+    """The walk from the root of all rows, one depth at a time; a row whose token is no child stops."""
 
     tree: TokenTree
     node: Tensor
@@ -46,7 +48,6 @@ class Walk:
 
     @classmethod
     def at_root(cls, tree: TokenTree) -> Walk:
-        """The beginning."""
         zeros = torch.zeros_like(tree.tokens[:, 0])
         return cls(tree, zeros, torch.ones_like(zeros, dtype=torch.bool), zeros, [zeros], zeros)
 
@@ -65,7 +66,6 @@ class Walk:
         return not self.moving.is_cuda and not bool(self.moving.any())
 
     def accepted(self) -> Accepted:
-        """What was found."""
         return Accepted(torch.stack(self.steps, 1), self.num_accepted, self.bonus)
 
 
@@ -79,7 +79,7 @@ def accept_coupled(tree: TokenTree, logits_at: LogitsAt, rows: Slots, sampled: b
         logits = logits_at(walk.node)
         choice = choose(logits, rows.sampling, rows.seeds, rows.lengths + depth + 1, sampled, seen)
         matches = (tree.parents == walk.node[:, None]) & (tree.tokens == choice[:, None])
-        matches[:, 0] = False  # the root is nobody's child
+        matches[:, 0] = False  # the root is its own parent
         walk.step(matches.any(1), matches.long().argmax(1), choice)
         if walk.is_over:
             break

@@ -7,70 +7,13 @@ gets the same token. That is what makes every decoding method emit the same text
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from longspec.errors import UserError, number
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is chosen. The default is greedy.
-
-    Applied in this order, as in `transformers`: repetition penalty, temperature, top-k, top-p, min-p.
-    """
-
-    temperature: float = 0.0
-    """0 is greedy: the most probable token, whatever the other filters say."""
-    top_k: int = 0
-    """Keep the k most probable tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the fewest tokens whose probabilities add up to this; 1 keeps all."""
-    min_p: float = 0.0
-    """Keep the tokens at least this fraction as probable as the best one; 0 keeps all."""
-    repetition_penalty: float = 1.0
-    """Above 1, tokens that occurred before (prompt included) become less probable."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = number(field.name, getattr(self, field.name))
-            if isinstance(field.default, float):
-                # A kernel takes a whole number for a number of another type.
-                object.__setattr__(self, field.name, value)
-        if self.temperature < 0:
-            raise UserError(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
-        if self.top_k < 0 or self.top_k != int(self.top_k):
-            raise UserError(f"top_k is {self.top_k}; it must be a whole number, 0 (off) or above")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off)")
-        if not 0 <= self.min_p <= 1:
-            raise UserError(f"min_p is {self.min_p}; it must be between 0 (off) and 1")
-        if self.repetition_penalty <= 0:
-            raise UserError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1 is off)")
-
-    @classmethod
-    def from_generation_config(cls, values: Mapping[str, Any]) -> Sampling:
-        """The settings of a Hugging Face generation config: greedy unless it asks to sample.
-
-        Its filters are kept even then, for a request that asks for a temperature alone.
-        """
-        given = {
-            field.name: values[field.name] for field in fields(cls) if values.get(field.name) is not None
-        }
-        if not values.get("do_sample"):
-            given["temperature"] = 0.0
-        if given.get("top_k") == -1:  # how some write that it is off
-            given["top_k"] = 0
-        return cls(**{"temperature": 1.0} | given)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the choice is the most probable token."""
-        return self.temperature == 0
+from longspec.decoding.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -117,11 +60,10 @@ class SamplingRows:
         self.seen.index_fill_(0, rows, False)
 
     def tensors(self) -> list[Tensor]:
-        """All of them."""
         return [getattr(self, field.name) for field in fields(self)]
 
     def without_penalty(self) -> SamplingRows:
-        """The same but for the repetition penalty."""
+        """The same settings, but no repetition penalty."""
         return replace(self, penalty=torch.ones_like(self.penalty))
 
     def at(self, rows: Tensor) -> SamplingRows:
@@ -179,7 +121,7 @@ def filtered(logits: Tensor, sampling: SamplingRows, seen: Tensor | None = None)
 
 
 def _needed(rows: Tensor) -> bool:
-    """Whether any of `rows` is set; a GPU is not asked, because asking would wait for it."""
+    """Whether any of `rows` is set. Always true on a GPU, because reading the answer would wait for it."""
     return rows.is_cuda or bool(rows.any())
 
 
@@ -215,7 +157,7 @@ def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
 
 
 def derived(seeds: Tensor, stream: Tensor | int) -> Tensor:
-    """Seeds of another stream of noise, which has nothing to do with that of `seeds`."""
+    """Seeds of a stream of noise that is independent of that of `seeds`."""
     # A tensor's product wraps around, and a Python number's must as well.
     moved = _signed(stream * _SECOND % 2**64) if isinstance(stream, int) else stream * _SECOND
     return _mix(_mix(seeds + _FIRST) + moved)

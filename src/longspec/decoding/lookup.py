@@ -1,9 +1,9 @@
-"""Lookup: where a text repeats itself, what followed last time is proposed again.
+"""Lookup: where a text repeats itself, the tokens that followed last time are proposed again.
 
-Tokens that were looked up compete with drafted ones by their scores, which are what lookup was found to be
-worth: the longer the run of tokens that stood there before, the likelier is what followed. In answers of
-SmolLM2 to instructions, programming tasks and passages to summarise, the first token was right in 0.42 of
-the cases after a run of 2, 0.7 after 3, 0.8 after 4 and 0.95 after 8, and each further one in 0.75 to 0.96.
+Looked-up tokens compete with drafted ones by score. The score is the log of the measured chance that they
+are accepted, which grows with the run of tokens that matched: in answers of SmolLM2 to instructions,
+programming tasks and passages to summarise, the first token was accepted in 0.42 of the cases after a run
+of 2, 0.7 after 3, 0.8 after 4 and 0.95 after 8, and each further one in 0.75 to 0.96.
 """
 
 from __future__ import annotations
@@ -15,54 +15,55 @@ from torch import Tensor
 
 from longspec.decoding.tree import TokenTree
 
-# Runs of tokens that are looked for.
-LEAST, MOST = 2, 8
-# A token is taken to be right with 1 - DOUBT / run^2, if it is the first, or with 1 - FADE / run.
-DOUBT, FADE = 2.3, 0.45
+# The shortest and the longest run of tokens that is matched.
+MIN_RUN, MAX_RUN = 2, 8
+# The first token is accepted with chance 1 - FIRST_DOUBT / run^2, a further one with 1 - NEXT_DOUBT / run.
+FIRST_DOUBT, NEXT_DOUBT = 2.3, 0.45
 
 
-def find(text: Tensor, ends: Tensor, least: int = LEAST, most: int = MOST) -> tuple[Tensor, Tensor]:
-    """Where the longest run of tokens before `ends` [B] of the texts [B, S] stood before, the newest such
-    place: what followed it begins there.
+def find(text: Tensor, ends: Tensor, min_run: int = MIN_RUN, max_run: int = MAX_RUN) -> tuple[Tensor, Tensor]:
+    """Find the longest run of tokens before `ends` [B] of the texts [B, S] at an earlier place too; of
+    several such places, the newest.
 
-    Returned are the run's length, at most `most` and 0 where it is below `least`, and the place, [B].
+    Returns the run's length, at most `max_run` and 0 where it is below `min_run`, and the index of the token
+    that followed it there, [B] each.
     """
-    place = torch.arange(text.shape[1], device=ends.device)
-    alike = place < ends[:, None]
+    index = torch.arange(text.shape[1], device=ends.device)
+    is_match = index < ends[:, None]
     runs = torch.zeros_like(text)
-    for back in range(1, most + 1):
+    for back in range(1, max_run + 1):
         last = text.gather(1, (ends - back).clamp(min=0)[:, None])
-        alike = alike & (place >= back) & (text.roll(back, 1) == last)
-        runs += alike
-    runs = torch.where(runs >= least, runs, 0)
-    best = (runs * text.shape[1] + place).argmax(1, keepdim=True)
+        is_match = is_match & (index >= back) & (text.roll(back, 1) == last)
+        runs += is_match
+    runs = torch.where(runs >= min_run, runs, 0)
+    best = (runs * text.shape[1] + index).argmax(1, keepdim=True)
     return runs.gather(1, best)[:, 0], best[:, 0]
 
 
 def graft(
     tree: TokenTree, scores: Tensor, text: Tensor, ends: Tensor, num_lookup: int, found: tuple[Tensor, Tensor]
 ) -> tuple[TokenTree, Tensor]:
-    """The tree with a looked-up branch of up to `num_lookup` nodes, and the scores [B, N + num_lookup].
+    """Add a looked-up branch of `num_lookup` nodes; returns the tree and its scores [B, N + num_lookup].
 
-    As far as the tree has the tokens already, its own nodes are worth as much; where it does not go on, there
-    is a place for each of the others. What is not used of these is the worst of all. Each text [B, S] ends
-    before `ends` [B] with the root; `found` is what `find` returned.
+    Where the tree has a looked-up token already, its own node gets the better of the two scores, and the
+    added node is unused: its score is -inf. Each text [B, S] ends before `ends` [B] with the root; `found` is
+    what `find` returned.
     """
-    runs, begins = found
-    hit, period = runs > 0, (ends - begins).clamp(min=1)
+    runs, starts = found
+    has_match, period = runs > 0, (ends - starts).clamp(min=1)
     node = torch.zeros_like(ends)
     score = torch.zeros(len(ends), device=scores.device)
-    inside = torch.arange(tree.num_nodes, device=ends.device) > 0  # the root is nobody's child
+    is_child = torch.arange(tree.num_nodes, device=ends.device) > 0  # all but the root
     added: list[tuple[Tensor, Tensor, Tensor]] = []
     for step in range(num_lookup):
-        # Behind the text's end it goes on with what was just looked up: a loop goes on as a loop.
-        token = text.gather(1, (begins + step % period)[:, None])
-        chance = 1 - (DOUBT / runs**2 if step == 0 else FADE / runs)
-        score = score + torch.where(hit, chance.clamp(min=0.01).log(), -math.inf).float()
-        same = (tree.parents == node[:, None]) & (tree.tokens == token) & inside & hit[:, None]
+        # Past the text's end the branch continues with its own tokens, so that a loop continues as a loop.
+        token = text.gather(1, (starts + step % period)[:, None])
+        chance = 1 - (FIRST_DOUBT / runs**2 if step == 0 else NEXT_DOUBT / runs)
+        score = score + torch.where(has_match, chance.clamp(min=0.01).log(), -math.inf).float()
+        same = (tree.parents == node[:, None]) & (tree.tokens == token) & is_child & has_match[:, None]
         there, child = same.any(1), same.long().argmax(1)
         scores = torch.where(same, torch.maximum(scores, score[:, None]), scores)
-        new = hit & ~there
+        new = has_match & ~there
         added.append(
             (
                 torch.where(new, token[:, 0], tree.tokens[:, 0]),

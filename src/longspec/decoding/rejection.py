@@ -25,8 +25,8 @@ def draw_children(
 ) -> tuple[Tensor, Tensor]:
     """Tokens drawn without replacement from q [B, n, V], in order: int64 [B, n, num_children].
 
-    nodes [n] are the parents' indices in the tree, which keep their draws apart. The second result tells
-    which of them are real: a q of fewer tokens than children has no more to give.
+    nodes [n] are the parents' indices in the tree, so that each parent has noise of its own. The second
+    result tells which children are real: where q has fewer tokens than children, the rest is not drawn.
     """
     B, n, V = q.shape
     tokens = torch.arange(V, device=q.device)
@@ -38,7 +38,7 @@ def draw_children(
 
 
 def accept_rejection(tree: TokenTree, logits_at: LogitsAt, rows: Slots, sampled: bool) -> Accepted:
-    """As `accept_coupled`, by the rule above."""
+    """Walk from the root by the rule above; arguments and result are those of `accept_coupled`."""
     assert sampled, "greedy rows are accepted by their choices"
     walk, sampling, seeds = Walk.at_root(tree), rows.sampling, rows.seeds
     children, seen = child_table(tree), sampling.seen
@@ -83,7 +83,7 @@ def residual(p: Tensor, q: Tensor | None, token: Tensor) -> Tensor:
     """What is left of p [B, V] once the token was refused."""
     left = p.scatter(1, token[:, None], 0.0) if q is None else (p - q).clamp(min=0)
     total = left.sum(1, keepdim=True)
-    # Where nothing is left, the refusal had probability 0 and was a matter of rounding.
+    # Nothing is left only by rounding: such a refusal has probability 0.
     return torch.where(total > 0, left / total.clamp(min=torch.finfo(p.dtype).tiny), p)
 
 

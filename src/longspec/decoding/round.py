@@ -7,7 +7,6 @@ and can be captured in a CUDA graph.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from longspec.attention import AttentionPlan
 from longspec.cache import Pages
 from longspec.decoding.accept import Accepted, LogitsAt, accept_coupled
 from longspec.decoding.choose import choose
+from longspec.decoding.methods import Method
 from longspec.decoding.rejection import accept_rejection
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
@@ -40,25 +40,6 @@ class Models:
     """The target's head as the draft uses it."""
 
 
-class Method(Protocol):
-    """A way to propose what the target may say next."""
-
-    name: str
-    num_nodes: int
-    """Most nodes of a tree it proposes."""
-    depth: int
-    """Most tokens that one of its trees may have accepted."""
-    tree_shape: tuple[int, ...] | None
-    drafts: bool
-    """Whether it reads what was emitted into the draft's ring."""
-    draws: bool
-    """Whether its nodes are drawn at random, for acceptance by rejection."""
-
-    def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
-        """A tree for every row, whose root is the row's."""
-        ...
-
-
 def run_round(models: Models, rows: Slots, method: Method, sampled: bool) -> None:
     """One round of the rows that are running and active; `rows.report` tells what they emitted.
 
@@ -71,7 +52,7 @@ def run_round(models: Models, rows: Slots, method: Method, sampled: bool) -> Non
     hidden = forward_chain_or_tree(models, rows, tree)
     accept = accept_rejection if method.draws else accept_coupled
     found = accept(tree, _logits_at(models.target, hidden), rows, sampled)
-    settle(models.pages, rows, tree, hidden, found, accumulate=not method.drafts)
+    settle(models.pages, rows, tree, hidden, found, accumulate=not method.uses_draft)
 
 
 def _finish_fused(models: Models, rows: Slots, method: Method, tree: TokenTree, sampled: bool) -> None:
@@ -90,14 +71,14 @@ def _finish_fused(models: Models, rows: Slots, method: Method, tree: TokenTree, 
     if method.draws:
         index = torch.arange(rows.num_rows, device=logits.device)
         found = accept_rejection(tree, lambda nodes: logits[index, nodes], rows, sampled)
-        settle(pages, rows, tree, hidden, found, accumulate=not method.drafts)
+        settle(pages, rows, tree, hidden, found, accumulate=not method.uses_draft)
         return
     path = (tree.tokens, tree.parents, method.depth)
     flat, at = logits.flatten(0, 1), positions.flatten()
     choices = choose_tokens(flat, rows.sampling, rows.seeds, at, sampled, ahead=1, path=path)
     choices = choices.view(tree.tokens.shape)
     kept, num_kept, before = settle_round(
-        tree.tokens, tree.parents, choices, hidden, rows, method.depth + 1, accumulate=not method.drafts
+        tree.tokens, tree.parents, choices, hidden, rows, method.depth + 1, accumulate=not method.uses_draft
     )
     if not tree.is_chain:
         commit_path(pages.keys, pages.values, before, rows.tables, pages.size, kept, num_kept)

@@ -1,4 +1,4 @@
-"""What the device knows of each row: one tensor of fixed size for each fact."""
+"""The state of each row on the device: one tensor of fixed size for each property."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from longspec.cache import DraftRing
 from longspec.config import DraftConfig, ModelConfig
 from longspec.decoding.choose import SamplingRows
 
-# End tokens of a row that the device looks for itself; the host sees to more.
+# How many eos ids of a row the device checks; further ones are left to the host.
 MOST_EOS = 16
 
 
@@ -33,9 +33,9 @@ class Slots:
     eos_ids: Tensor
     """Tokens that end a row, int64 [B, MOST_EOS]; -1 where there are fewer."""
     running: Tensor
-    """bool [B]: whether the row has something to say; the device ends a row at its limit or an eos."""
+    """bool [B]: whether the row's answer goes on; the device clears it at the row's limit or an eos."""
     active: Tensor
-    """bool [B]: whether the next round is for this row; the host says so."""
+    """bool [B]: whether the next round is for this row; set by the host."""
     num_unread: Tensor
     """Tokens at the text's end, the root among them, that the draft has not read yet, int64 [B]."""
     feature: Tensor
@@ -45,7 +45,7 @@ class Slots:
     text: Tensor
     """int64 [B, S]"""
     found: Tensor
-    """For kernels that look something up, int64 [B]; 0 between rounds."""
+    """Working memory of the lookup kernels, int64 [B]; 0 between rounds."""
     report: Tensor
     """For the host, int64 [B, 1 + W]: how many tokens the last round emitted, and which."""
     ring: DraftRing | None
@@ -66,23 +66,23 @@ class Slots:
         """Rows with nothing in them: texts of `num_tokens` in `num_pages`, trees of `num_nodes`, rounds that
         emit `width` tokens at most."""
 
-        def whole(*size: int) -> Tensor:
+        def integers(*size: int) -> Tensor:
             return torch.zeros(num_rows, *size, dtype=torch.int64, device=device)
 
         return cls(
-            lengths=whole(),
-            limits=whole() + 1,
-            seeds=whole(),
+            lengths=integers(),
+            limits=integers() + 1,
+            seeds=integers(),
             sampling=SamplingRows.empty(num_rows, target.vocab_size, device),
-            eos_ids=whole(MOST_EOS) - 1,
-            running=whole().bool(),
-            active=whole().bool(),
-            num_unread=whole() + 1,
+            eos_ids=integers(MOST_EOS) - 1,
+            running=integers().bool(),
+            active=integers().bool(),
+            num_unread=integers() + 1,
             feature=torch.zeros(num_rows, target.hidden_size, dtype=dtype, device=device),
-            tables=whole(num_pages).int(),
-            text=whole(num_tokens),
-            found=whole(),
-            report=whole(1 + width),
+            tables=integers(num_pages).int(),
+            text=integers(num_tokens),
+            found=integers(),
+            report=integers(1 + width),
             ring=None
             if draft is None
             else DraftRing.empty(target, draft, num_rows, num_nodes, device, dtype),
@@ -90,7 +90,6 @@ class Slots:
 
     @property
     def num_rows(self) -> int:
-        """B."""
         return len(self.lengths)
 
     @property
@@ -100,7 +99,6 @@ class Slots:
 
     @property
     def seen(self) -> Tensor:
-        """See `SamplingRows.seen`."""
         return self.sampling.seen
 
     @property
@@ -119,7 +117,7 @@ class Slots:
         return replace(self, **cut, sampling=self.sampling.first(num_rows), ring=ring)
 
     def move(self, source: int, goal: int) -> None:
-        """Put one row in place of another."""
+        """Copy a row over another one."""
         parts = [getattr(self, field.name) for field in fields(self)]
         for part in [part for part in parts if isinstance(part, Tensor)] + self.sampling.tensors():
             part[goal].copy_(part[source])

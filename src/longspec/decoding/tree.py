@@ -12,8 +12,8 @@ from torch import Tensor
 class TokenTree:
     """Proposed tokens of B rows as nodes of a tree each. Node 0 is the root, the newest emitted token.
 
-    Rows may have less to propose than others: they are filled up with any nodes whatever, for a node that
-    is not the target's choice costs nothing but its verification, and one that is, is right.
+    All rows have N nodes. A row with less to propose is filled up with arbitrary nodes: one that is not the
+    target's choice is rejected, and one that is the target's choice is right.
     """
 
     tokens: Tensor
@@ -26,7 +26,7 @@ class TokenTree:
     is_chain: bool = False
     """Whether each node is the only child of the one before, so that a path never has to be moved."""
     shape: tuple[int, ...] | None = None
-    """Nodes per depth where they are known and evenly spread over those above; see the two that follow."""
+    """Nodes per depth, where every node of a depth has the same number of children; else None."""
 
     @classmethod
     def chain(cls, tokens: Tensor, proposals: Tensor | None = None) -> TokenTree:
@@ -43,12 +43,12 @@ class TokenTree:
 
     @property
     def depth(self) -> int:
-        """No path is longer."""
+        """An upper bound on the length of a path, the root not counted."""
         return self.num_nodes - 1 if self.shape is None else len(self.shape)
 
     @property
     def num_children(self) -> int:
-        """No node has more."""
+        """An upper bound on the children of a node."""
         if self.is_chain or self.num_nodes == 1:
             return 1
         if self.shape is None:
@@ -79,7 +79,7 @@ def ancestors(parents: Tensor) -> Tensor:
     """Each node with its ancestors, bool [B, N, N], from parents [B, N]."""
     B, N = parents.shape
     sees = torch.eye(N, dtype=torch.bool, device=parents.device).expand(B, N, N)
-    # After each turn a node has its ancestors up to twice the distance, and `parents` jumps as far.
+    # Pointer jumping: each pass doubles the distance up to which ancestors are known.
     reach = 1
     while reach < N:
         sees = sees | sees.gather(1, parents[:, :, None].expand(B, N, N))

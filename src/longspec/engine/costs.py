@@ -1,7 +1,7 @@
-"""What a round costs on this machine: measured once for each method and number of rows, and remembered.
+"""What a round costs on this machine: measured once for each method and number of rows, and kept on disk.
 
-What is measured while other programs take the processors is used, but not believed: it is measured again the
-next time, a few times at most, and the least disturbed figures count.
+Times that were measured while other programs used the processors are used, but not trusted: the next load
+measures again, `Calibration.MOST_TRIES` times at most, and the shortest times count.
 """
 
 from __future__ import annotations
@@ -12,32 +12,29 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from longspec import __version__
-from longspec.decoding.expected import num_nodes
-from longspec.decoding.methods.make import MethodOptions, make_method
-from longspec.decoding.round import Method
-from longspec.engine.device import Device, Group, Report
+from longspec.decoding.methods import VANILLA, Method
+from longspec.engine.device import Device, Report
+from longspec.engine.interrupts import undisturbed
 from longspec.hub import cache_dir
 from longspec.models.files import write_whole
 from longspec.models.placement import device_name
 from longspec.progress import count_bar
 
 Times = dict[str, dict[int, list[tuple[int, float]]]]
-"""By method and number of rows: (context, seconds of a round)."""
-Timed = tuple[Group, Method]
-"""A method under the name that its rounds are captured by: what is timed need not be captured again."""
+"""By a method's label and the number of rows: (context, seconds of a round)."""
 # Contexts at which rounds are timed.
-HOST_CONTEXTS, CAPTURED_CONTEXTS = (256, 2048), (512, 8192, 65536)
-# Rounds that are timed, after one or more that are not: by the host so many at least, and at most.
-HOST_ROUNDS, CAPTURED_ROUNDS = (3, 6), 12
-# The two fastest must agree so well, or the host goes on: what is measured now is believed for long.
+PLAIN_CONTEXTS, CAPTURED_CONTEXTS = (256, 2048), (512, 8192, 65536)
+# Rounds that are timed after a warm-up; of plain rounds the least and the most.
+PLAIN_ROUNDS, CAPTURED_ROUNDS = (3, 6), 12
+# Plain rounds are timed until the two fastest agree within this factor, because the result is kept.
 AGREEMENT = 1.05
-# What a speculative round is taken to cost, in vanilla steps, where nothing was measured.
+# The assumed cost of a speculative round, in vanilla steps, while nothing is measured.
 UNMEASURED = 1.3
 
 
@@ -46,115 +43,113 @@ class Costs:
     """Seconds of a round by method, rows and context."""
 
     times: Times
-    options: Mapping[str, MethodOptions]
+    methods: tuple[Method, ...]
+    """Those that were measured beside vanilla."""
 
-    def seconds(self, name: str, num_rows: int, context: int) -> float:
+    def seconds(self, method: Method, num_rows: int, context: int) -> float:
         """Of a round over so many rows of about this length each."""
-        measured = self.times.get(name)
+        measured = self.times.get(method.label)
         if not measured:
-            return 1.0 if name == "vanilla" else UNMEASURED
+            return 1.0 if method == VANILLA else UNMEASURED
         if num_rows in measured:
-            return on_line(measured[num_rows], context)
-        return self._derived(name, num_rows, context)
+            return interpolate(measured[num_rows], context)
+        return self._derived(method, num_rows, context)
 
-    def _derived(self, name: str, num_rows: int, context: int) -> float:
+    def _derived(self, method: Method, num_rows: int, context: int) -> float:
         """From one row: the target reads its weights once for all nodes of all rows, the draft works for
-        each row."""
-        points = [(1, on_line(self.times["vanilla"][1], context))]
-        for other, options in self.options.items():
-            if options.method == "lookup":
-                points.append((num_nodes(options), on_line(self.times[other][1], context)))
-        points.sort()
-        nodes = 1 if name == "vanilla" else num_nodes(self.options[name])
-        own = on_line(self.times[name][1], context) - on_line(points, nodes)
-        return on_line(points, num_rows * nodes) + max(own, 0.0) * (1 + num_rows) / 2
+        each row. What the target takes for so many nodes is known from the rounds that draft nothing."""
+
+        def of_one_row(one: Method) -> float:
+            return interpolate(self.times[one.label][1], context)
+
+        lookups = [one for one in self.methods if one.source == "lookup"]
+        points = sorted((one.num_nodes, of_one_row(one)) for one in (VANILLA, *lookups))
+        drafting = max(of_one_row(method) - interpolate(points, method.num_nodes), 0.0)
+        return interpolate(points, num_rows * method.num_nodes) + drafting * (1 + num_rows) / 2
 
 
-def on_line(points: Sequence[tuple[int, float]], place: float) -> float:
-    """The value at `place` on the line through the nearest two of the points, which come in order.
+def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
+    """The value at x on the line through the nearest two points (x, value), which are sorted.
 
-    Before the first point it is that one's; behind the last it never falls.
+    Before the first point it is constant; behind the last it continues the line, but never falls.
     """
-    if len(points) == 1 or place <= points[0][0]:
+    if len(points) == 1 or x <= points[0][0]:
         return points[0][1]
-    right = next((index for index, (at, _) in enumerate(points) if place <= at), len(points) - 1)
-    (left_at, left), (right_at, last) = points[right - 1], points[right]
-    slope = (last - left) / (right_at - left_at)
-    if place > right_at:
+    right = next((index for index, (at, _) in enumerate(points) if x <= at), len(points) - 1)
+    (left_x, left), (right_x, last) = points[right - 1], points[right]
+    slope = (last - left) / (right_x - left_x)
+    if x > right_x:
         slope = max(slope, 0.0)
-    return last + slope * (place - right_at)
+    return last + slope * (x - right_x)
 
 
 def measure(
     device: Device,
-    options: Mapping[str, MethodOptions],
+    methods: tuple[Method, ...],
     width: int,
     on_measured: Callable[[int], None] = lambda number: None,
 ) -> Times:
     """Time a round of every method and of vanilla, while no sequence runs."""
     on_gpu = device.models.target.device.type == "cuda"
-    timed = {
-        # A chain is timed in full: where it ends early, it costs what a shorter one does.
-        name: replace(one, min_confidence=0.0)
-        for name, one in {"vanilla": MethodOptions("vanilla"), **options}.items()
-    }
-    methods = {
-        name: ((one, False), make_method(one, device.models.draft, width=width))
-        for name, one in timed.items()
-    }
-    found: Times = {name: {} for name in methods}
+    timed = {one.label: one.in_full().fit(device.models, width=width) for one in (VANILLA, *methods)}
+    found: Times = {label: {} for label in timed}
     with torch.inference_mode():
-        for num_rows, contexts in places(device).items():
-            for name, context, seconds in _time(device, methods, num_rows, contexts, on_gpu):
-                found[name].setdefault(num_rows, []).append((context, seconds))
-                on_measured(1)
-        _rest(device)
+        try:
+            for num_rows, contexts in timed_sizes(device).items():
+                for name, context, seconds in _time(device, timed, num_rows, contexts, on_gpu):
+                    found[name].setdefault(num_rows, []).append((context, seconds))
+                    on_measured(1)
+        finally:  # Ctrl-C may have stopped it between two rounds
+            _rest(device)
     return {name: {rows: sorted(points) for rows, points in by.items()} for name, by in found.items()}
 
 
-def places(device: Device) -> dict[int, tuple[int, ...]]:
+def timed_sizes(device: Device) -> dict[int, tuple[int, ...]]:
     """The numbers of rows, and the contexts, at which rounds are timed."""
     captured = device.models.fused
     room = device.slots.text.shape[1] - (CAPTURED_ROUNDS + 4) * 16
-    contexts = [max(1, min(one, room)) for one in (CAPTURED_CONTEXTS if captured else HOST_CONTEXTS)]
+    contexts = [max(1, min(one, room)) for one in (CAPTURED_CONTEXTS if captured else PLAIN_CONTEXTS)]
     every = tuple(sorted(set(contexts)))
     return {rows: every if rows <= 16 else every[:2] for rows in (device.buckets if captured else (1,))}
 
 
 def _time(
-    device: Device, methods: Mapping[str, Timed], num_rows: int, contexts: tuple[int, ...], on_gpu: bool
+    device: Device, methods: Mapping[str, Method], num_rows: int, contexts: tuple[int, ...], on_gpu: bool
 ) -> Iterator[tuple[str, int, float]]:
     for context in contexts:
         times: dict[str, list[float]] = {name: [] for name in methods}
         if on_gpu:
             for name, method in methods.items():
-                yield name, context, _captured_seconds(device, method, num_rows, context)
+                with undisturbed():
+                    seconds = _captured_seconds(device, method, num_rows, context)
+                yield name, context, seconds
             continue
-        # By turns, so that what else the machine does disturbs all alike; the least disturbed turn counts.
-        least, most = HOST_ROUNDS
+        # The methods take turns, so that other programs disturb all of them alike; the fastest turn counts.
+        least, most = PLAIN_ROUNDS
         open_names = list(methods)
         for turn in range(most + 1):
             for name in open_names:
-                place_rows(device, num_rows, context)
-                started = time.perf_counter()
-                device.round(*methods[name], num_rows, [True] * num_rows, False).read()
-                if turn > 0:  # the first has the set-up of kernels in it
+                with undisturbed():
+                    place_rows(device, num_rows, context)
+                    started = time.perf_counter()
+                    device.round(methods[name], num_rows, [True] * num_rows, False).read()
+                if turn > 0:  # the first turn also sets up kernels
                     times[name].append(time.perf_counter() - started)
             if turn >= least:
                 unsettled = {name for name in open_names if not _agree(times[name])}
-                # All the others are held against vanilla, which is therefore timed to the end.
+                # Vanilla is timed to the end, because all the others are compared with it.
                 open_names = [name for name in methods if name in unsettled | {"vanilla"} and unsettled]
         for name in methods:
             yield name, context, min(times[name])
 
 
-def _captured_seconds(device: Device, timed: Timed, num_rows: int, context: int) -> float:
+def _captured_seconds(device: Device, method: Method, num_rows: int, context: int) -> float:
     def rounds(count: int) -> float:
         place_rows(device, num_rows, context)
         started = time.perf_counter()
         report: Report | None = None
         for _ in range(count):
-            report = device.round(*timed, num_rows, [True] * num_rows, False)
+            report = device.round(method, num_rows, [True] * num_rows, False)
         assert report is not None
         report.read()
         return (time.perf_counter() - started) / count
@@ -169,8 +164,8 @@ def _agree(seconds: list[float]) -> bool:
 
 
 def place_rows(device: Device, num_rows: int, context: int) -> None:
-    """Let rows stand behind so many tokens, none of which mean anything. Their pages may be the same ones:
-    no sequence has any."""
+    """Pretend that the first rows have texts of `context` tokens. Rows may share pages, because no sequence
+    holds any."""
     rows = device.slots.first(num_rows)
     pages = device.models.pages.num_pages
     numbers = torch.arange(rows.tables.numel(), device=rows.tables.device).view(rows.tables.shape)
@@ -182,33 +177,33 @@ def place_rows(device: Device, num_rows: int, context: int) -> None:
 
 
 def _rest(device: Device) -> None:
-    """As if nothing had been timed."""
+    """Leave no trace of the timing."""
     device.release(range(device.max_rows))
     if device.slots.ring is not None:
         device.slots.ring.positions.fill_(-1)
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What is remembered on disk of one model on one machine."""
+class Calibration:
+    """The times of one model on one machine, as they are kept on disk."""
 
     times: Times
     tries: int
     is_quiet: bool
-    """Whether nothing else took the processors."""
+    """Whether no other program used the processors meanwhile."""
 
-    # Where it is never quiet, what was found in so many tries must do.
+    # On a machine that is never quiet, the result of so many tries is trusted.
     MOST_TRIES = 3
 
     @property
     def is_settled(self) -> bool:
-        """Whether it need not be measured again."""
+        """Whether it is trusted from now on."""
         return self.is_quiet or self.tries >= self.MOST_TRIES
 
-    def after(self, times: Times, is_quiet: bool) -> Memory:
-        """With new times: of two tries that were disturbed, the faster figures."""
+    def after(self, times: Times, is_quiet: bool) -> Calibration:
+        """With new times: of two tries that were both disturbed, the shorter times."""
         if is_quiet:
-            return Memory(times, 1, is_quiet)
+            return Calibration(times, 1, is_quiet)
         least = {
             name: {
                 rows: [
@@ -219,16 +214,22 @@ class Memory:
             }
             for name, by in times.items()
         }
-        return Memory(least, self.tries + 1, is_quiet)
+        return Calibration(least, self.tries + 1, is_quiet)
 
 
-def memory_path(device: Device, options: Mapping[str, MethodOptions]) -> Path:
-    """Where that is kept: by what is measured, and everything that the times depend on."""
+def calibration_path(device: Device, methods: tuple[Method, ...]) -> Path:
+    """The file, named after a hash of what is measured and of everything that the times depend on."""
     models = device.models
     target, draft = models.target, models.draft
     facts = [
         *(__version__, torch.__version__, repr(target.config), str(target.dtype)),
-        *([list(options), {str(rows): at for rows, at in places(device).items()}, models.fused]),
+        *(
+            [
+                [one.label for one in methods],
+                {str(rows): at for rows, at in timed_sizes(device).items()},
+                models.fused,
+            ]
+        ),
         (repr(draft.config), type(draft.qkv).__name__) if draft else None,
         type(target.attention).__name__,
         device_name(target.device),
@@ -238,8 +239,8 @@ def memory_path(device: Device, options: Mapping[str, MethodOptions]) -> Path:
     return cache_dir() / "calibration" / f"{key}.json"
 
 
-def read_memory(path: Path) -> Memory | None:
-    """What is there; None where there is nothing, or it is damaged: it is measured again then."""
+def read_calibration(path: Path) -> Calibration | None:
+    """What the file holds; None where it is missing or damaged, so that the caller measures again."""
     try:
         found = json.loads(path.read_text())
         times = {
@@ -249,52 +250,50 @@ def read_memory(path: Path) -> Memory | None:
             }
             for name, by in found["times"].items()
         }
-        return Memory(times, int(found["tries"]), bool(found["is_quiet"]))
+        return Calibration(times, int(found["tries"]), bool(found["is_quiet"]))
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return None
 
 
-def write_memory(path: Path, memory: Memory) -> OSError | None:
-    """Keep it for next time; a disk that refuses only costs the measuring then."""
+def write_calibration(path: Path, calibration: Calibration) -> OSError | None:
+    """Keep it for the next load. A disk that refuses is no reason to stop: it is returned."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(asdict(memory), indent=1).encode())
+        write_whole(path, json.dumps(asdict(calibration), indent=1).encode())
     except OSError as error:
         return error
     return None
 
 
-def known_costs(
-    device: Device, options: Mapping[str, MethodOptions], width: int, progress: bool = False
-) -> Costs:
-    """What is remembered of these methods on this machine, or measured now and remembered."""
-    path = memory_path(device, options)
-    known = read_memory(path)
+def known_costs(device: Device, methods: tuple[Method, ...], width: int, progress: bool = False) -> Costs:
+    """What these methods cost on this machine: read from disk, or measured now and kept."""
+    path = calibration_path(device, methods)
+    known = read_calibration(path)
     if known is None or not known.is_settled:
         if progress:
             print("longspec: measuring this machine (once)", file=sys.stderr)
-        load, where = Load(), places(device)
-        with count_bar("measuring", (len(options) + 1) * sum(map(len, where.values())), progress) as advance:
-            times = measure(device, options, width, advance)
+        load, sizes = ProcessorLoad(), timed_sizes(device)
+        with count_bar("measuring", (len(methods) + 1) * sum(map(len, sizes.values())), progress) as advance:
+            times = measure(device, methods, width, advance)
         is_quiet = device.models.target.device.type != "cpu" or load.is_quiet()
-        known = Memory(times, 1, is_quiet) if known is None else known.after(times, is_quiet)
+        known = Calibration(times, 1, is_quiet) if known is None else known.after(times, is_quiet)
         if progress and not known.is_settled:
             print(
-                "longspec: other programs are at work here, so it is measured again next time",
+                "longspec: other programs are using the processors, so the next load measures again",
                 file=sys.stderr,
             )
-        error = write_memory(path, known)
+        error = write_calibration(path, known)
         if error is not None:
-            print(f"longspec: could not remember the measurements: {error}", file=sys.stderr)
-    return Costs(known.times, options)
+            print(f"longspec: cannot keep the measurements: {error}", file=sys.stderr)
+    return Costs(known.times, methods)
 
 
-class Load:
-    """Watches, from now on, how much of the processors other programs take."""
+class ProcessorLoad:
+    """Watches, from now on, how much of the processors other programs use."""
 
-    # A processor's share that is no disturbance: some service is always at work.
-    _NOTHING = 0.2
-    # The system counts by hundredths of a second, so in less than this many seconds it tells nothing.
+    # The share of one processor that does not count, because some service is always at work.
+    _NEGLIGIBLE = 0.2
+    # The system counts in hundredths of a second, so shorter times than this say nothing.
     _LEAST = 0.1
 
     def __init__(self) -> None:
@@ -304,9 +303,9 @@ class Load:
         """Whether the others left this program as many processors as it has threads."""
         wall, everyone, ours = (now - then for now, then in zip(self._now(), self._started, strict=True))
         if wall < self._LEAST:
-            return False  # soon measured again
+            return False  # so the next load measures again
         free = (os.cpu_count() or 1) - torch.get_num_threads()
-        return (everyone - ours) / wall <= max(free, 0) + self._NOTHING
+        return (everyone - ours) / wall <= max(free, 0) + self._NEGLIGIBLE
 
     @staticmethod
     def _now() -> tuple[float, float, float]:

@@ -6,7 +6,8 @@ from then on. Everything is launched on one stream, in order: what is launched l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,16 +16,16 @@ import torch
 from torch import Tensor
 
 from longspec.cache import DraftRing
-from longspec.decoding.choose import Sampling
 from longspec.decoding.guided import run_guided
-from longspec.decoding.methods.make import MOST_NODES, MethodOptions
-from longspec.decoding.round import Method, Models, run_round
+from longspec.decoding.methods import MOST_NODES, Choice, Method
+from longspec.decoding.round import Models, run_round
+from longspec.decoding.sampling import Sampling
 from longspec.decoding.slots import MOST_EOS, Slots
 from longspec.engine.fill import SEGMENT, Segments, read_into_rings, take_chunk, take_segments
 from longspec.engine.graph import capture
 
-Group = tuple[MethodOptions, bool]
-"""What sequences of one round share: the method's options, and whether its nodes are drawn."""
+Group = tuple[Choice, bool]
+"""What sequences of one round share: what they asked to decode with, and whether nodes are drawn."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,8 @@ class Device:
         if ours.ring is not None:
             ours.ring.positions.index_fill_(0, rows, -1)
         for slot, text, own, sampling in zip(slots, texts, pages, settings, strict=True):
-            tokens = self._send(text)
+            # By way of an array: torch.tensor takes several times as long for a list.
+            tokens = self._send(torch.frombuffer(array("q", text), dtype=torch.int64))
             ours.text[slot, : len(text)] = tokens
             self._fill_tables[slot, : len(own)] = self._send(own).int()
             if sampling.repetition_penalty != 1:
@@ -203,14 +205,12 @@ class Device:
         self._rings[size].copy_(self._send([*slots, *[self.max_rows] * (size - len(slots))]))
         self._run(("ring", size), partial(read_into_rings, self.models, self.slots, self._rings[size]))
 
-    def round(
-        self, key: Hashable, method: Method, num_rows: int, active: Sequence[bool], sampled: bool
-    ) -> Report:
-        """Run one round over the first rows; only rows that are `active` move."""
+    def round(self, method: Method, num_rows: int, active: Sequence[bool], sampled: bool) -> Report:
+        """Run one round of a fitted method over the first rows; only rows that are `active` move."""
         size = self.bucket(num_rows)
         self._activate([*active, *[False] * (size - len(active))])
         rows = self.slots.first(size)
-        self._run((key, size, sampled), partial(run_round, self.models, rows, method, sampled))
+        self._run((method, size, sampled), partial(run_round, self.models, rows, method, sampled))
         return Report(rows.report[:num_rows, : method.depth + 2])
 
     def guided_round(
@@ -275,18 +275,18 @@ class Device:
         self._rings.setdefault(size, self._send([self.max_rows] * size))
         self._prepare(("ring", size), partial(read_into_rings, self.models, self.slots, self._rings[size]))
 
-    def prepare_round(self, key: Hashable, method: Method, size: int, sampled: bool) -> None:
+    def prepare_round(self, method: Method, size: int, sampled: bool) -> None:
         """Record a round."""
         run = partial(run_round, self.models, self.slots.first(size), method, sampled)
-        self._prepare((key, size, sampled), run)
+        self._prepare((method, size, sampled), run)
 
     def _prepare(self, key: tuple[Any, ...], work: Callable[[], None]) -> None:
         if key not in self._graphs:
             self._graphs[key] = self._record(work)
 
-    def _send(self, values: list[Any]) -> Tensor:
+    def _send(self, values: list[Any] | Tensor) -> Tensor:
         """Numbers on the device; from pinned memory, because other copies wait for all that is queued."""
-        made = torch.tensor(values)
+        made = values if isinstance(values, Tensor) else torch.tensor(values)
         if self.models.target.device.type != "cuda":
             return made
         return made.pin_memory().to(self.models.target.device, non_blocking=True)

@@ -8,7 +8,6 @@ takes over when the leader has what it waited for.
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 import time
 from collections import Counter, deque
@@ -21,13 +20,14 @@ from typing import Any
 import torch
 
 from longspec.cache import PagePool, Pages
-from longspec.decoding.methods.lookup import Lookup
-from longspec.decoding.methods.make import MOST_NODES, MethodOptions, make_method
-from longspec.decoding.round import Method, Models
-from longspec.engine.auto import VANILLA, Outlook, Policy, candidates
+from longspec.decoding.methods import MOST_NODES, VANILLA, Auto, Choice, Lookup, Method, Tree
+from longspec.decoding.round import Models
+from longspec.engine.auto import Outlook, Policy, candidates, unmeasured
 from longspec.engine.costs import Costs
 from longspec.engine.device import Device, Group, Piece, Report
 from longspec.engine.fill import SEGMENT
+from longspec.engine.interrupts import undisturbed
+from longspec.engine.memory import longest_chunk
 from longspec.engine.scheduler import Scheduler, Seat
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
@@ -36,8 +36,9 @@ from longspec.models.target import Transformer
 
 # Launches that may be on their way before the host has read the first of them.
 IN_FLIGHT = 2
-# Tokens of a prompt that are computed at a time: alone, and while others wait for their next round.
-ALONE, BESIDE = 16384, 2048
+# Tokens of a prompt that are computed at a time: alone, if there is memory for it, and while others wait for
+# their next round.
+ALONE, BESIDE = 32768, 2048
 PLAIN_ALONE, PLAIN_BESIDE = 2048, 256
 # Seconds after which who waits looks again by itself.
 _LONGEST_WAIT = 0.2
@@ -66,7 +67,7 @@ class _Launch:
     """One for each round; there are several only of vanilla."""
     seats: list[tuple[int, Seat, bool | None]]
     """Rows of the reports, whose they are, and whether there was something to look up."""
-    options: MethodOptions | None
+    method: Method | None
     """Of the round; None for prompts."""
     width: int = 0
     """The most tokens that each row may emit."""
@@ -101,14 +102,17 @@ class Engine:
             with on_device(target.device):
                 pages = Pages.empty(shape, num_pages, page_size, target.device, target.dtype)
                 self.models = Models(target, pages, fused, draft, head)
-                self._options = candidates(draft, acceptance or {}, fused)
+                self._candidates = candidates(draft, acceptance or {}, fused)
                 self.max_length = max_length
-                self.device = Device(self.models, max_rows, max_length, self._tree_nodes())
-        self.policy = Policy(self._unmeasured(draft), acceptance or {}, Costs({}, {}))
+                # Room for the trees of `auto` and of the default.
+                num_nodes = max(one.num_drafted for one in (Tree(), *self._candidates))
+                self.device = Device(self.models, max_rows, max_length, num_nodes)
+        self.policy = Policy(unmeasured(draft), acceptance or {}, Costs({}, ()))
         self.scheduler = Scheduler(PagePool(num_pages, page_size), max_rows)
+        self._longest_chunk = longest_chunk(target.config, target.dtype, target.device, BESIDE, ALONE)
         self._base_head = head
-        self._methods: dict[Group, Method] = {}
-        self._known_options: dict[MethodOptions, MethodOptions] = {}
+        self._methods: dict[tuple[Method, bool], Method] = {}
+        self._known_choices: dict[Choice, Choice] = {}
         self._flight: deque[_Launch] = deque()
         self._orders: SimpleQueue[tuple[str, Sequence | None]] = SimpleQueue()
         self._leads = threading.Lock()
@@ -117,35 +121,20 @@ class Engine:
         self._ahead = 1
         self._counts: Counter[str] = Counter()
         self._rounds: Counter[str] = Counter()
-        self._lookup = Lookup(1)
-
-    def _tree_nodes(self) -> int:
-        """Room for the trees of `auto` and of the default."""
-        trees = [one.tree_shape for one in (MethodOptions("tree"), *self._options.values())]
-        return max(map(sum, trees)) + 1
-
-    def _unmeasured(self, draft: GlideDraft | None) -> dict[str, MethodOptions]:
-        """What `auto` has to choose from while nothing is measured: one method beside vanilla."""
-        if draft is None:
-            return {"lookup": MethodOptions("lookup")}
-        deepest = draft.config.max_lag
-        tree = MethodOptions("tree")
-        return {"tree": replace(tree, tree_shape=tree.tree_shape[:deepest])}
 
     @property
-    def candidates(self) -> Mapping[str, MethodOptions]:
+    def candidates(self) -> tuple[Method, ...]:
         """What is worth measuring for `auto`."""
-        return self._options
+        return self._candidates
 
     @property
     def width(self) -> int:
         """The most tokens that the draft may have to read at a time, whatever `auto` ran before."""
-        shapes = [make_method(one, self.models.draft).depth for one in self._options.values()]
-        return max(shapes, default=0) + 1
+        return max((one.fit(self.models).depth for one in self._candidates), default=0) + 1
 
     def adopt(self, costs: Costs) -> None:
         """Decide by these from now on."""
-        self.policy = Policy(self._options, self.policy.acceptance, costs)
+        self.policy = Policy(self._candidates, self.policy.acceptance, costs)
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Put sequences into the line; they are answered while anyone leads (`run`, `lead`, `serving`)."""
@@ -153,8 +142,8 @@ class Engine:
         for sequence in asked:
             self._check(sequence)
         for sequence in asked:
-            # One object for equal options, so that rounds are grouped without comparing them.
-            sequence.options = self._known_options.setdefault(sequence.options, sequence.options)
+            # One object for equal methods, so that rounds are grouped without comparing them.
+            sequence.method = self._known_choices.setdefault(sequence.method, sequence.method)
             sequence.submitted_at = time.perf_counter()
             self._orders.put(("add", sequence))
 
@@ -164,8 +153,8 @@ class Engine:
         most = min(self.max_length, pool.num_pages * pool.size)
         if sequence.limit > most:
             raise UserError(f"a sequence of {sequence.limit} tokens exceeds the engine's {most}")
-        if sequence.options.method != "auto":
-            self._method((sequence.options, False))  # refuses what it cannot make
+        if isinstance(sequence.method, Method):
+            self._fitted(sequence.method, sequence.draws)  # refuses what cannot run
 
     def run(self, sequences: list[Sequence]) -> None:
         """Answer these; what goes wrong is raised."""
@@ -250,7 +239,7 @@ class Engine:
 
     def _work(self) -> None:
         """One turn, which Ctrl-C does not break off; an error in it ends every sequence, not the engine."""
-        with _undisturbed(), torch.inference_mode(), on_device(self.models.target.device):
+        with undisturbed(), torch.inference_mode(), on_device(self.models.target.device):
             if self._take_orders():
                 try:
                     self._turn()
@@ -274,18 +263,13 @@ class Engine:
         if waits and self._leader != threading.get_ident():
             self.lead(lambda: sequence.finished)
 
-    def main_method(self, sequence: Sequence) -> tuple[MethodOptions, Method]:
+    def main_method(self, sequence: Sequence) -> Method:
         """What most of a sequence's rounds ran, or would have run."""
-        options = sequence.options
         if sequence.methods:
-            options = max(sequence.methods, key=lambda one: sequence.methods[one])
-        elif options.method == "auto":
-            options = VANILLA
-        return options, self._method((options, sequence.draws))
-
-    def num_proposed(self, options: MethodOptions) -> int:
-        """Tokens that a round of a method, which is not "auto", proposes for a row at most."""
-        return self._method((options, False)).num_nodes - 1
+            method = max(sequence.methods, key=lambda one: sequence.methods[one])
+        else:
+            method = sequence.method if isinstance(sequence.method, Method) else VANILLA
+        return self._fitted(method, sequence.draws)
 
     def forget(self) -> None:
         """Let go of all texts that no sequence holds."""
@@ -335,9 +319,9 @@ class Engine:
                 if self.models.draft is not None:
                     device.prepare_rings(size)
                 # One sequence mostly stays with what is picked first; of many, outlooks and lengths differ.
-                for options in {VANILLA, picked, *(self.policy.options.values() if max_rows > 1 else ())}:
+                for method in {VANILLA, picked, *(self.policy.methods if max_rows > 1 else ())}:
                     for sampled in (False, True):
-                        device.prepare_round((options, False), self._method((options, False)), size, sampled)
+                        device.prepare_round(self._fitted(method), size, sampled)
 
     @property
     def _is_busy(self) -> bool:
@@ -399,8 +383,8 @@ class Engine:
         for seat in seats:
             self._counts["prompt"] += len(seat.text)
             self._counts["shared"] += seat.computed
-            self._reserve(seat.sequence.options)
-        self._learn_words([token for seat in seats for token in reversed(seat.text)], seats)
+            self._reserve(seat.sequence)
+        self._learn_words((token for seat in seats for token in reversed(seat.text)), seats)
         self.device.admit(
             [seat.slot for seat in seats],
             [seat.text for seat in seats],
@@ -411,13 +395,15 @@ class Engine:
             [seat.sequence.eos_ids for seat in seats],
         )
 
-    def _reserve(self, options: MethodOptions) -> None:
+    def _reserve(self, sequence: Sequence) -> None:
         """Make room for trees that are larger than the default ones."""
-        if options.method == "tree" and self.device.reserve_nodes(sum(options.tree_shape) + 1):
+        if not isinstance(sequence.method, Method):
+            return
+        if self.device.reserve_nodes(self._fitted(sequence.method, sequence.draws).num_drafted):
             for seat in self.scheduler.seats.values():
                 seat.num_unread = None
 
-    def _learn_words(self, tokens: list[int], admitted: list[Seat] | None = None) -> None:
+    def _learn_words(self, tokens: Iterable[int], admitted: list[Seat] | None = None) -> None:
         """Let the draft propose the texts' own words, in its vocabulary or not, where shapes may change."""
         if self.models.fused or self._base_head is None:
             return
@@ -457,7 +443,7 @@ class Engine:
         if not self.models.fused:
             return [self._piece(first, first.computed, PLAIN_ALONE if alone else PLAIN_BESIDE)]
         if left >= BESIDE and self._is_large():
-            return [self._piece(first, first.computed, ALONE if alone else BESIDE)]
+            return [self._piece(first, first.computed, self._longest_chunk if alone else BESIDE)]
         pieces: list[tuple[Seat, Piece]] = []
         for seat in filling:
             start = seat.computed
@@ -532,32 +518,31 @@ class Engine:
         if all(self._ends_soon(seat) for seat in seats):
             return False
         self._compact()
-        options, draws = group
+        choice, draws = group
         matches = None
-        if is_auto := options.method == "auto":
-            options, matches = self._pick(options, seats)
-        method = self._method((options, draws))
+        if is_auto := isinstance(choice, Auto):
+            choice, matches = self._pick(choice, seats)
+        assert isinstance(choice, Method)
+        method = self._fitted(choice, draws)
         num_rounds = self._ahead if method.num_nodes == 1 else 1
         width = num_rounds * (method.depth + 1)
         if not self._have_pages(seats, method.num_nodes - 1 + num_rounds):
             return True  # some were read or paused to make room: the next turn sees who is left
-        if self.models.fused and method.drafts:
-            self._read_into_rings(seats, getattr(method, "width", 1))
+        if self.models.fused and method.uses_draft:
+            self._read_into_rings(seats, method.width)
         num_rows = self.scheduler.num_rows
         active = [False] * num_rows
         for seat in seats:
             active[seat.slot] = True
         sampled = any(_is_sampled(seat.sequence) for seat in self.scheduler.running)
-        reports = [
-            self.device.round((options, draws), method, num_rows, active, sampled) for _ in range(num_rounds)
-        ]
+        reports = [self.device.round(method, num_rows, active, sampled) for _ in range(num_rounds)]
         found = [(s.slot, s, None if matches is None else matches[i]) for i, s in enumerate(seats)]
-        self._flight.append(_Launch(reports, found, options, width, is_auto))
+        self._flight.append(_Launch(reports, found, choice, width, is_auto))
         for seat in seats:
             seat.num_in_flight += width
             seat.rounds_in_flight += num_rounds
             unread = seat.num_unread
-            seat.num_unread = width if method.drafts else None if unread is None else unread + width
+            seat.num_unread = width if method.uses_draft else None if unread is None else unread + width
         return True
 
     def _ends_soon(self, seat: Seat) -> bool:
@@ -565,27 +550,24 @@ class Engine:
         said = len(seat.sequence.prompt) + len(seat.sequence.tokens)
         return said + seat.rounds_in_flight >= seat.sequence.limit
 
-    def _pick(self, options: MethodOptions, seats: list[Seat]) -> tuple[MethodOptions, list[bool] | None]:
+    def _pick(self, auto: Auto, seats: list[Seat]) -> tuple[Method, list[bool] | None]:
         """What `auto` means for these rows this turn, and which of them have something to look up."""
         matches = None
-        if not self.models.fused and any(one.method == "lookup" for one in self.policy.options.values()):
+        if not self.models.fused and any(one.source == "lookup" for one in self.policy.methods):
             rows = self.device.slots.first(self.scheduler.num_rows)
-            runs = (self._lookup.find(rows)[0] > 0).tolist()
+            runs = (Lookup().find(rows)[0] > 0).tolist()
             matches = [runs[seat.slot] for seat in seats]
         context = sum(seat.length for seat in seats) // len(seats)
         num_rows = self.device.bucket(self.scheduler.num_rows)
         outlooks = [seat.outlook for seat in seats]
-        picked = self.policy.pick(outlooks, matches, num_rows, context, options.max_nodes)
-        if picked.method == "vanilla":
-            return VANILLA, matches
-        return replace(picked, acceptance=options.acceptance), matches
+        return self.policy.pick(outlooks, matches, num_rows, context, auto.max_nodes), matches
 
-    def _method(self, group: Group) -> Method:
-        if group not in self._methods:
-            on_cpu = not self.models.fused
-            width = self.width if group[0] in self._options.values() else 0
-            self._methods[group] = make_method(group[0], self.models.draft, group[1], on_cpu, width)
-        return self._methods[group]
+    def _fitted(self, method: Method, draws: bool = False) -> Method:
+        """The method as it runs here."""
+        if (method, draws) not in self._methods:
+            width = self.width if method in self._candidates else 0
+            self._methods[method, draws] = method.fit(self.models, draws, width)
+        return self._methods[method, draws]
 
     def _have_pages(self, seats: list[Seat], num_entries: int) -> bool:
         """See that every row has pages for what rounds write; False if others had to go for it."""
@@ -654,7 +636,7 @@ class Engine:
         reports = [report.read() for report in launch.reports]
         scores = None if launch.scores is None else launch.scores.read()
         for row, seat, has_match in launch.seats:
-            if launch.options is None:
+            if launch.method is None:
                 seat.num_in_flight -= 1
                 emitted = [reports[0][row]]
             else:
@@ -668,16 +650,16 @@ class Engine:
 
     def _keep(self, seat: Seat, emitted: list[int], launch: _Launch, has_match: bool | None) -> None:
         sequence = seat.sequence
-        if launch.options is None:
+        if launch.method is None:
             sequence.keep_first(emitted[0])
         elif len(launch.reports) > 1:
-            sequence.keep_vanilla(emitted, launch.options)
-            self._rounds[launch.options.method] += len(emitted)
+            sequence.keep_vanilla(emitted, launch.method)
+            self._rounds[launch.method.name] += len(emitted)
         else:
-            sequence.keep_round(emitted, launch.options)
-            self._rounds[launch.options.method] += 1
+            sequence.keep_round(emitted, launch.method)
+            self._rounds[launch.method.name] += 1
             if launch.is_auto:
-                self.policy.learn(seat.outlook, launch.options, len(emitted), has_match)
+                self.policy.learn(seat.outlook, launch.method, len(emitted), has_match)
         self._learn_words(emitted)
         if sequence.finished and self.scheduler.seats.get(seat.slot) is seat:
             self._release(seat)
@@ -695,19 +677,3 @@ def _is_sampled(sequence: Sequence) -> bool:
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Kernels are launched on the current device: make it this one."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block: an interrupted turn leaves rows and pages half written."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda *what: pressed.append(what))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed and callable(before):
-        before(*pressed[0])

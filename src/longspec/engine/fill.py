@@ -73,8 +73,10 @@ def take_chunk(
     table = work.tables[work.slots]
     places = kv.places(table, positions)
     plan = AttentionPlan(work.starts, table, kv.size, count, known=([start], [pages]))
+    last = start + count - 1
+    end = AttentionPlan(work.starts + count - 1, table, kv.size, 1, known=([last], [pages]))
     tokens = slots.text[work.slots, start : start + count]
-    hidden = target(tokens, paged_pass(target, kv, positions, places, plan, models.fused))
+    hidden = target(tokens, paged_pass(target, kv, positions, places, plan, models.fused, end))
     finish_prompts(models, slots, work, hidden[:, -1], sampled)
 
 

@@ -9,7 +9,7 @@ import torch
 from longspec.attention.base import copies_whole
 from longspec.cache import DraftRing
 from longspec.config import DraftConfig, ModelConfig
-from longspec.decoding.methods.make import MOST_NODES
+from longspec.decoding.methods import MOST_NODES
 from longspec.errors import UserError, whole_number
 from longspec.models.placement import (
     OVERHEAD,
@@ -95,6 +95,18 @@ def kv_bytes(config: ModelConfig, dtype: torch.dtype, num_rows: int, length: int
     tokens = num_rows * (length + 2 * FUSED_PAGE)
     # The engine itself wants room for a text and a tree.
     return max(tokens, length + MOST_NODES + 2 * FUSED_PAGE) * config.kv_bytes_per_token(dtype.itemsize)
+
+
+def longest_chunk(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, least: int, most: int
+) -> int:
+    """Tokens of a prompt, a power of two, whose activations take a quarter of the free memory at most."""
+    if device.type == "cpu":
+        return most
+    free = free_memory(device)
+    while most > least and 4 * _activations(config, most, dtype) > free:
+        most //= 2
+    return most
 
 
 @dataclass(frozen=True)

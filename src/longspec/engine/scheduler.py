@@ -110,7 +110,7 @@ class Scheduler:
         if not sequence.tokens:
             sequence.num_shared = computed
         outlook = Outlook(sequence.sampling.temperature)
-        group = (sequence.options, sequence.draws)
+        group = (sequence.method, sequence.draws)
         seat = Seat(sequence, slot, text, [*shared, *own], hashes, computed, outlook, group)
         self.pool.promise(hashes[len(shared) :])
         self.seats[slot] = seat

@@ -10,8 +10,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from longspec.decoding.choose import Sampling
-from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.accept import AcceptanceRule
+from longspec.decoding.methods import Auto, Choice, Method
+from longspec.decoding.sampling import Sampling
 
 Logprobs = tuple[float, list[tuple[int, float]]]
 """Of one place: the logarithm of the chosen token's probability, and the most probable tokens with theirs."""
@@ -38,11 +39,13 @@ class Sequence:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     eos_ids: frozenset[int] = frozenset()
-    options: MethodOptions = field(default_factory=MethodOptions)
+    method: Choice = field(default_factory=Auto)
     stop_after: Callable[[int], bool] | None = None
     """Told of every kept token; True ends the sequence there (a stop string is complete)."""
     on_news: Callable[[Sequence], object] | None = None
     """Told, by whoever leads the engine, when it has something new, and at its end."""
+    acceptance: AcceptanceRule = "coupled"
+    """coupled: it says what vanilla says with the same seed; rejection: it keeps the distribution."""
     constraint: Constraint | None = None
     num_logprobs: int | None = None
     """Tell the probability of each token, and so many of the most probable ones; None tells nothing."""
@@ -65,7 +68,7 @@ class Sequence:
     """Prompt tokens whose KV was there already, when the sequence was first admitted."""
     num_wanted: int = 0
     """Entries that it needs room for before it goes on, where it was paused."""
-    methods: Counter[MethodOptions] = field(default_factory=Counter)
+    methods: Counter[Method] = field(default_factory=Counter)
     """The rounds of each method that ran."""
     submitted_at: float = 0.0
     first_at: float = 0.0
@@ -80,7 +83,7 @@ class Sequence:
     @property
     def draws(self) -> bool:
         """Whether its nodes are drawn at random: acceptance by rejection needs that, unless it is greedy."""
-        return self.options.acceptance == "rejection" and not self.sampling.greedy
+        return self.acceptance == "rejection" and not self.sampling.greedy
 
     @property
     def is_guided(self) -> bool:
@@ -113,11 +116,11 @@ class Sequence:
         self.num_first += 1
         self._keep([token], 0)
 
-    def keep_round(self, emitted: list[int], options: MethodOptions) -> None:
+    def keep_round(self, emitted: list[int], method: Method) -> None:
         """Take what a round emitted, accepted tokens then the bonus."""
         self.num_rounds += 1
-        self.methods[options] = self.methods.get(options, 0) + 1
-        self._keep(emitted, options.drafted_depth)
+        self.methods[method] = self.methods.get(method, 0) + 1
+        self._keep(emitted, method.drafted_depth)
 
     def keep_scores(self, scores: list[float]) -> None:
         """Note the probabilities of the token that comes next, as `run_guided` tells them."""
@@ -127,16 +130,16 @@ class Sequence:
         top = zip(scores[1 : 1 + self.num_logprobs], scores[1 + size :], strict=False)
         self.logprobs.append((scores[0], [(int(token), value) for token, value in top]))
 
-    def keep_vanilla(self, emitted: list[int], options: MethodOptions) -> None:
+    def keep_vanilla(self, emitted: list[int], method: Method) -> None:
         """Take what several vanilla rounds emitted, a token each."""
         if self.stop_after is not None or not self.eos_ids.isdisjoint(emitted):
             for token in emitted:
                 if not self.finished:
-                    self.keep_round([token], options)
+                    self.keep_round([token], method)
             return
         kept = emitted[: self.max_new_tokens - len(self.tokens)]
         self.num_rounds += len(kept)
-        self.methods[options] = self.methods.get(options, 0) + len(kept)
+        self.methods[method] = self.methods.get(method, 0) + len(kept)
         self.tokens += kept
         self.depths += [0] * len(kept)
         self.copied += [False] * len(kept)

@@ -35,7 +35,6 @@ class ModelEntry:
     draft: str | None
     """Hub id; one that comes with the package (`longspec.hub.shipped`) is taken before it."""
     context: int
-    pad_id: int | None = None
     eos_id: int | None = None
     chat_template: str | None = None
 
@@ -45,13 +44,12 @@ def _published(
     target: str,
     context: int,
     *,
-    pad_id: int | None = None,
     eos_id: int | None = None,
     chat_template: str | None = None,
 ) -> ModelEntry:
     """A target with the draft published for it under the same model name."""
     draft = "sail/longspec-" + target.split("/")[1]
-    return ModelEntry(name, target, draft, context, pad_id, eos_id, chat_template)
+    return ModelEntry(name, target, draft, context, eos_id, chat_template)
 
 
 MODELS: dict[str, ModelEntry] = {
@@ -62,8 +60,8 @@ MODELS: dict[str, ModelEntry] = {
         _published("vicuna13b", "lmsys/vicuna-13b-v1.5-16k", 16384, chat_template=VICUNA_CHAT_TEMPLATE),
         _published("longchat7b", "lmsys/longchat-7b-v1.5-32k", 32768, chat_template=VICUNA_CHAT_TEMPLATE),
         _published("longchat13b", "lmsys/longchat-13b-16k", 16384, chat_template=VICUNA_CHAT_TEMPLATE),
-        _published("llama8b", "gradientai/Llama-3-8B-Instruct-262k", 262000, pad_id=128001, eos_id=128009),
-        _published("qwq", "Qwen/QwQ-32B-Preview", 32768, pad_id=151643, eos_id=151645),
+        _published("llama8b", "gradientai/Llama-3-8B-Instruct-262k", 262000, eos_id=128009),
+        _published("qwq", "Qwen/QwQ-32B-Preview", 32768, eos_id=151645),
     )
 }
 

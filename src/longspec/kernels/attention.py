@@ -9,6 +9,8 @@ program without work ends at once.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,7 @@ from longspec.kernels.tiling import (
     choose_splits,
     choose_tiling,
     copies_tiles,
+    gpu_size,
     precision,
 )
 
@@ -317,12 +320,15 @@ def attend(
     k, v = (part if part.ndim == 4 else part[None] for part in (k, v))
     K, capacity = k.shape[0] * k.shape[1], tables.shape[1] * page
     num_rows = T * H // K
-    tiling = tiling or choose_tiling(num_rows, D, q.dtype, q.device)
-    assert page % tiling.num_keys == 0, f"a page of {page} entries is no whole number of {tiling}'s tiles"
-    num_tiles = triton.cdiv(num_rows, tiling.num_rows)
+    chosen = tiling or choose_tiling(num_rows, D, q.dtype, q.device)
+    num_tiles = triton.cdiv(num_rows, chosen.num_rows)
     last = _UNBOUNDED if window is None else window
     assert last > 0, "a window has one entry at least"
-    num_splits = num_splits or _choose_splits(num_tiles * B * K, min(capacity, last), tiling, q.device)
+    if num_splits is None:
+        num_programs, longest = num_tiles * B * K, min(capacity, last)
+        num_splits, chosen = _choose_parts(num_programs, longest, chosen, D, q.dtype, q.device)
+    tiling = chosen
+    assert page % tiling.num_keys == 0, f"a page of {page} entries is no whole number of {tiling}'s tiles"
     # A query alone sees all up to its own entry, which may as well count as prefix.
     own = nodes and T == 1
     whole = num_splits == 1 and (own or not nodes)
@@ -360,10 +366,19 @@ def attend(
     return out, lse
 
 
-def _choose_splits(num_programs: int, capacity: int, tiling: Tiling, device: torch.device) -> int:
-    """As `choose_splits`, and so many that one long row beside short ones is shared by several programs."""
+def _choose_parts(
+    num_programs: int, capacity: int, tiling: Tiling, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[int, Tiling]:
+    """As `choose_splits`, and so many that one long row beside short ones is shared by several programs; and
+    the tiling for so many parts."""
     least = min(8, triton.cdiv(capacity, 8192))
-    return max(least, choose_splits(num_programs, capacity, tiling, device))
+    num_splits = max(least, choose_splits(num_programs, capacity, tiling, device))
+    sms, shared = gpu_size(device)
+    if least > 1 and tiling.num_rows == 16 and num_programs * num_splits >= 2 * sms:
+        # Short parts begin and end often. Two programs on a multiprocessor hide that from each other.
+        while 2 * tiling.num_bytes(head_dim, dtype) > shared and tiling.num_keys > 16:
+            tiling = replace(tiling, num_keys=tiling.num_keys // 2)
+    return num_splits, tiling
 
 
 def results_like(q: Tensor) -> tuple[Tensor, Tensor]:

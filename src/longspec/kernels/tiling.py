@@ -44,7 +44,7 @@ def choose_tiling(num_rows: int, head_dim: int, dtype: torch.dtype, device: torc
 
 
 def _measured(num_rows: int, narrow: bool, wide: bool, dtype: torch.dtype) -> Tiling:
-    """See `longspec.bench.attention`."""
+    """By `benchmarks/attention.py`."""
     if dtype == torch.float32:  # by plain multiply-add, no tensor cores: small tiles or registers spill
         return Tiling(16, 16, 8, 2)
     if num_rows <= 16:

@@ -54,8 +54,8 @@ class GlideDraft(nn.Module):
     """Self-attention over its own tokens, cross-attention over the target's cache, feed-forward.
 
     It has neither embedding nor head: both are the target's. Its keys and values depend on token and
-    position alone, for what depends on the target's progress enters only behind self-attention; so what
-    its cache holds can never be stale.
+    position alone, because what depends on the target's progress enters behind self-attention. So entries of
+    its cache are never stale.
     """
 
     vocab_ids: Tensor | None
@@ -131,7 +131,7 @@ class GlideDraft(nn.Module):
         return str(repository)
 
     def initialise(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
-        """Fresh weights: small normal matrices, zero biases, unit norms, gates that hardly change a thing."""
+        """Fresh weights: small normal matrices, zero biases, unit norms, gates close to the identity."""
         for module in self.modules():
             if isinstance(module, Linear):
                 nn.init.normal_(module.weight, std=std, generator=generator)
@@ -190,8 +190,8 @@ class GlideDraft(nn.Module):
 
     def project_feature(self, feature: Tensor | None, lags: Tensor | None = None) -> Tensor | None:
         """What the target's hidden state [B, T or 1, E] adds to the stream of queries that lag so far behind
-        it (the newest verified token stands `lags`, int64 [B] or [1], before the
-        query); None where none is used."""
+        it (the newest verified token stands `lags`, int64 [B] or [1], before the query); None where the draft
+        does not use it."""
         if self.feature is None:
             return None
         assert feature is not None, "this draft needs the target's hidden state"
@@ -256,7 +256,7 @@ class DraftHead(nn.Module):
         """This head, and where it is a reduced one on a CPU, the rows of the context's own `tokens` too."""
         target = self._target[0]
         weight = target.embedding if target.config.tied_head else target.head.weight
-        # Of a packed head rows cannot be read; and on a GPU shapes must stay as they are.
+        # A packed head has no rows to read, and on a GPU shapes must stay fixed.
         if self.vocab_ids is None or weight.device.type != "cpu" or weight.is_mkldnn:
             return self
         return ContextHead(self, weight, tokens)
@@ -265,10 +265,10 @@ class DraftHead(nn.Module):
 class ContextHead:
     """A reduced head, and beside it the rows of tokens that it lacks and the context has.
 
-    What a text has said once it tends to say again. It grows with the text, so each request has its own.
+    Texts repeat their own words. The head grows with the text, so each request has its own.
     """
 
-    # So many rows are read in about the time of an int8 head of 8,192.
+    # Reading so many fp32 rows takes about as long as an int8 head of 8,192 rows.
     MOST = 1024
 
     def __init__(self, head: DraftHead, weight: Tensor, tokens: Iterable[int]) -> None:
@@ -276,7 +276,6 @@ class ContextHead:
         self._extra: set[int] = set()
         self._rows = weight.new_empty(0, weight.shape[1], dtype=torch.float32)
         self.token_ids = head.token_ids
-        """See `DraftHead.token_ids`."""
         self.add(tokens)
 
     def add(self, tokens: Iterable[int]) -> None:
@@ -291,6 +290,5 @@ class ContextHead:
             self.token_ids = torch.cat((self.token_ids, ids))
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """See `DraftHead.forward`."""
         scores = self._head(hidden)
         return torch.cat((scores, F.linear(hidden.float(), self._rows)), -1) if self._extra else scores

@@ -34,7 +34,6 @@ class PlainDraftPass:
     ops: Ops = PLAIN
 
     def attend_self(self, qkv: Tensor) -> Tensor:
-        """See `DraftPass.attend_self`."""
         q, k, v = self.draft.heads(qkv, self.rope)
         if self.entries is None:
             self.ring.put_nodes(self.first, k, v)
@@ -44,7 +43,7 @@ class PlainDraftPass:
         return attend(q[:, : self.num_queries], self.ring.keys, self.ring.values, self.sees)[0].flatten(2)
 
     def attend_cross(self, queries: Tensor) -> Tensor:
-        """See `DraftPass.attend_cross`. Every node of a round lags so far as to see all the prefix."""
+        # Every node of a round lags far enough to see the whole prefix.
         cos, sin = (part[:, : self.num_queries] for part in self.rope)
         heads = rotate(queries.unflatten(-1, (-1, self.draft.head_dim)), cos, sin)
         layers = self.draft.config.layers_of(self.draft.target_config)
@@ -78,7 +77,6 @@ class FusedDraftPass:
     ops: Ops
 
     def attend_self(self, qkv: Tensor) -> Tensor:
-        """See `DraftPass.attend_self`."""
         from longspec.kernels.masked import Nodes, masked
         from longspec.kernels.rope import rope_write
 
@@ -88,7 +86,6 @@ class FusedDraftPass:
         return masked(q[:, : self.queries_at.shape[1]], ring.keys, ring.values, nodes)[0].flatten(2)
 
     def attend_cross(self, queries: Tensor) -> Tensor:
-        """See `DraftPass.attend_cross`."""
         from longspec.kernels.rope import rope_write
 
         # Queries alone: no head of a cache takes part.

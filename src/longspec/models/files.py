@@ -11,6 +11,7 @@ from typing import Any
 
 from longspec.config import ModelConfig
 from longspec.errors import UserError, naming, whole_number
+from longspec.models.families import config_from_hf
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def read_config(folder: Path, values: Mapping[str, Any] | None = None) -> ModelC
         folder /= "config.json"
         values = read_json(folder)
     with naming(folder):
-        return ModelConfig.from_hf(values)
+        return config_from_hf(values)
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

@@ -11,16 +11,15 @@ from longspec.models.layers import FeedForward, Linear, Reader, RMSNorm
 
 
 class FusedOps:
-    """See `Ops`. Products of few rows take the work around them along; others leave it to a launch."""
+    """By our own kernels: products of few rows do the work around them in the same launch, others leave it to
+    a launch of its own."""
 
     def embed(
         self, tokens: Tensor, table: Tensor, added: Tensor | None, following: Reader
     ) -> tuple[Stream, Stream]:
-        """See `Ops.embed`."""
         return embed(tokens, table, added, factor_for(following, tokens.numel()))
 
     def normed_linear(self, reader: Reader, stream: Stream) -> tuple[Tensor, Stream]:
-        """See `Ops.normed_linear`."""
         norm, linear = reader
         if linear.covers(stream.x):
             out, stream = linear.few_rows(stream, norm=_settings(norm))
@@ -28,10 +27,13 @@ class FusedOps:
         normed, stream = norm_stream(stream, _settings(norm))
         return linear(normed), stream
 
+    def last(self, stream: Stream, num_tokens: int) -> Stream:
+        assert stream.delta is None
+        return Stream(stream.x[:, -num_tokens:].contiguous())
+
     def add_linear(self, linear: Linear, x: Tensor, stream: Stream, following: Reader | None) -> Stream:
-        """See `Ops.add_linear`."""
         if not linear.covers(x):
-            return Stream(stream.x, linear(x))
+            return Stream(linear.add_to(stream.x, x))
         factor = factor_for(following, x.numel() // x.shape[-1])
         added: Stream = linear.few_rows(Stream(x), residual=stream.x, factor=factor)[0]
         return added
@@ -39,7 +41,6 @@ class FusedOps:
     def feed_forward(
         self, ffn: FeedForward, norm: RMSNorm, stream: Stream, following: Reader | None
     ) -> Stream:
-        """See `Ops.feed_forward`."""
         if ffn.gate_up.covers(stream.x):
             out, stream = ffn.gate_up.few_rows(stream, norm=_settings(norm), gated=True)
             inner = out.x
@@ -49,7 +50,6 @@ class FusedOps:
         return self.add_linear(ffn.down, inner, stream, following)
 
     def finish(self, stream: Stream, norm: RMSNorm | None) -> Tensor:
-        """See `Ops.finish`."""
         if norm is not None:
             return norm_stream(stream, _settings(norm))[0]
         return stream.x if stream.delta is None else stream.x + stream.delta

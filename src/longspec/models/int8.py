@@ -1,7 +1,7 @@
 """An int8 copy of the draft's matrices, for the CPU.
 
-A draft's pass reads its weights and does little else; at a quarter of the bytes they stay in the processor's
-cache between the passes of a round. Only what is proposed can change by it, never what is said.
+The time of a draft's pass is that of reading its weights. At a quarter of the bytes they stay in the
+processor's cache between the passes of a round. Rounding changes what is proposed, never what is emitted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: Linear) -> None:
         super().__init__()
         weight = linear.weight.detach()
-        # Without VNNI, sums of two products are kept in 16 bits: a weight's 7 bits leave them room.
+        # Without VNNI the sum of two products must fit in 16 bits, so weights have 7 bits there.
         largest = 127 if _has_vnni() else 63
         scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny).double() / largest
         with warnings.catch_warnings():
@@ -49,16 +49,14 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias, nearly."""
-        # The kernel refuses a row of nan, which a broken draft may well compute: it only proposes nonsense.
+        # The kernel refuses nan. A broken draft may compute it, and may propose anything.
         result: Tensor = torch.ops.quantized.linear_dynamic(x.nan_to_num(), self._packed)
         return result
 
     def covers(self, x: Tensor) -> bool:
-        """See `Linear.covers`: never."""
         return False
 
     def folds(self, num_rows: int) -> bool:
-        """See `Linear.folds`: never."""
         return False
 
 
@@ -67,22 +65,21 @@ def round_linears(module: nn.Module) -> None:
     replace_linears(module, Int8Linear)
 
 
-def check_draft_dtype(kind: str) -> None:
-    """Refuse what is none."""
-    if kind not in DRAFT_DTYPES:
-        raise UserError(f"draft_dtype {kind!r} is unknown; there are: {', '.join(DRAFT_DTYPES)}")
+def check_draft_dtype(draft_dtype: str) -> None:
+    if draft_dtype not in DRAFT_DTYPES:
+        raise UserError(f"draft_dtype {draft_dtype!r} is unknown; there are: {', '.join(DRAFT_DTYPES)}")
 
 
-def wants_int8(kind: str, draft: nn.Module) -> bool:
-    """Whether a draft is to be rounded: "auto" does so wherever it can be done."""
-    check_draft_dtype(kind)
+def wants_int8(draft_dtype: str, draft: nn.Module) -> bool:
+    """Whether to round a draft; "auto" does so wherever it is possible."""
+    check_draft_dtype(draft_dtype)
     linears = [child for child in draft.modules() if isinstance(child, Linear)]
     possible = bool(linears) and all(map(Int8Linear.supports, linears))
-    if kind == "int8" and not possible:
+    if draft_dtype == "int8" and not possible:
         raise UserError(
             "draft_dtype 'int8' needs float32 on an x86 CPU, and finite weights; use 'auto' or 'target'"
         )
-    return possible and kind != "target"
+    return possible and draft_dtype != "target"
 
 
 def _has_vnni() -> bool:

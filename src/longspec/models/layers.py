@@ -24,7 +24,8 @@ class ForwardPass(Protocol):
         ...
 
     def attend(self, module: SelfAttention, qkv: Tensor) -> Tensor:
-        """Attend by a layer's projection [B, T, (H + 2 K) D] of the new tokens; returns [B, T, H D]."""
+        """Attend by a layer's projection [B, T, (H + 2 K) D] of the new tokens; returns [B, T, H D], or of
+        the last tokens only, where nobody asks for the others."""
         ...
 
 
@@ -48,11 +49,21 @@ class Linear(nn.Linear):
     with the small work around the product in the same launch.
     """
 
+    bias: nn.Parameter | None  # type: ignore[assignment]  # torch declares that there always is one
+
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
         super().__init__(num_in, num_out, bias)
 
     def reset_parameters(self) -> None:
         """Nothing: torch would fill what is about to be replaced."""
+
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+        """The product of x [..., in] added to `total` [..., out], in its place where that can be, because the
+        sum then needs no pass over memory of its own."""
+        if self.bias is not None or not total.is_contiguous():
+            return total + self(x)
+        total.view(-1, total.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), self.weight.T)
+        return total
 
     def covers(self, x: Tensor) -> bool:
         """Whether `few_rows` is for this product."""
@@ -109,11 +120,9 @@ class PackedLinear(nn.Module):
         return self._apply_packed(padded)[:rows].view(*x.shape[:-1], self.num_out)
 
     def covers(self, x: Tensor) -> bool:
-        """See `Linear.covers`: never."""
         return False
 
     def folds(self, num_rows: int) -> bool:
-        """See `Linear.folds`: never."""
         return False
 
     def _apply_packed(self, x: Tensor) -> Tensor:
@@ -219,7 +228,10 @@ class Block(nn.Module):
     def forward(self, stream: Stream, run: ForwardPass, following: Reader | None = None) -> Stream:
         """The residual stream after this layer, for `following` to read."""
         qkv, stream = self.enter(stream, run.ops)
-        return self.leave(stream, run.attend(self.attention, qkv), run.ops, following)
+        out = run.attend(self.attention, qkv)
+        if out.shape[1] < qkv.shape[1]:
+            stream = run.ops.last(stream, out.shape[1])
+        return self.leave(stream, out, run.ops, following)
 
     def enter(self, stream: Stream, ops: Ops) -> tuple[Tensor, Stream]:
         """What comes before attention: its projection."""
@@ -250,8 +262,12 @@ class Ops(Protocol):
         """The projection of the normed stream, and the stream with nothing lacking."""
         ...
 
+    def last(self, stream: Stream, num_tokens: int) -> Stream:
+        """The stream of the last tokens alone; nothing may be lacking in it."""
+        ...
+
     def add_linear(self, linear: Linear, x: Tensor, stream: Stream, following: Reader | None) -> Stream:
-        """The stream with the projection of x added to it."""
+        """The stream with the projection of x added to it; the stream that was given is used up."""
         ...
 
     def feed_forward(
@@ -271,27 +287,25 @@ class PlainOps:
     def embed(
         self, tokens: Tensor, table: Tensor, added: Tensor | None, following: Reader
     ) -> tuple[Stream, Stream]:
-        """See `Ops.embed`."""
         x = F.embedding(tokens, table)
         return x, x if added is None else x + added
 
     def normed_linear(self, reader: Reader, stream: Stream) -> tuple[Tensor, Stream]:
-        """See `Ops.normed_linear`."""
         norm, linear = reader
         return linear(norm(stream)), stream
 
+    def last(self, stream: Stream, num_tokens: int) -> Stream:
+        return stream[:, -num_tokens:]
+
     def add_linear(self, linear: Linear, x: Tensor, stream: Stream, following: Reader | None) -> Stream:
-        """See `Ops.add_linear`."""
         return stream + linear(x)
 
     def feed_forward(
         self, ffn: FeedForward, norm: RMSNorm, stream: Stream, following: Reader | None
     ) -> Stream:
-        """See `Ops.feed_forward`."""
         return stream + ffn(norm(stream))
 
     def finish(self, stream: Stream, norm: RMSNorm | None) -> Tensor:
-        """See `Ops.finish`."""
         return stream if norm is None else norm(stream)
 
 

@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from longspec.config import ModelConfig
 from longspec.errors import UserError
+from longspec.models.families import FAMILIES
 from longspec.models.layers import pack_linears
 from longspec.models.target import Transformer
 
-Reader = Callable[[str], Tensor]
+TensorReader = Callable[[str], Tensor]
 """Gives one tensor by its name in the checkpoint."""
-
-
-def weight_sources(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Our parameter names, each with the checkpoint's names whose rows it joins."""
-    yield "embedding", ("model.embed_tokens.weight",)
-    for layer in range(config.num_layers):
-        ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-        yield ours + "attention_norm.weight", (theirs + "input_layernorm.weight",)
-        yield ours + "ffn_norm.weight", (theirs + "post_attention_layernorm.weight",)
-        projections = tuple(f"{theirs}self_attn.{name}_proj." for name in "qkv")
-        yield ours + "attention.qkv.weight", tuple(name + "weight" for name in projections)
-        if config.qkv_bias:
-            yield ours + "attention.qkv.bias", tuple(name + "bias" for name in projections)
-        yield ours + "attention.output.weight", (theirs + "self_attn.o_proj.weight",)
-        if config.output_bias:
-            yield ours + "attention.output.bias", (theirs + "self_attn.o_proj.bias",)
-        if config.qk_norm:
-            yield ours + "attention.q_norm.weight", (theirs + "self_attn.q_norm.weight",)
-            yield ours + "attention.k_norm.weight", (theirs + "self_attn.k_norm.weight",)
-        gate_up = (theirs + "mlp.gate_proj.weight", theirs + "mlp.up_proj.weight")
-        yield ours + "ffn.gate_up.weight", gate_up
-        yield ours + "ffn.down.weight", (theirs + "mlp.down_proj.weight",)
-    yield "norm.weight", ("model.norm.weight",)
-    if not config.tied_head:
-        yield "head.weight", ("lm_head.weight",)
 
 
 def load_target(
     config: ModelConfig,
-    read: Reader,
+    read: TensorReader,
     device: torch.device,
     dtype: torch.dtype,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
@@ -57,12 +33,13 @@ def load_target(
     with torch.device("meta"):
         model = Transformer(config)
     model.requires_grad_(False).eval()
-    # Not `to_empty`: to make something like a tensor without memory, torch imports an algebra system first.
+    # Not `to_empty`, because on a meta tensor it makes torch import sympy, which takes a second.
     model.rope.table = torch.empty(model.rope.table.shape, device=device)
     waiting: dict[str, int] = {}
-    for name, _ in weight_sources(config):
+    sources_of = dict(FAMILIES[config.family].weights(config))
+    for name in sources_of:
         waiting[_block_of(name)] = waiting.get(_block_of(name), 0) + 1
-    for name, sources in weight_sources(config):
+    for name, sources in sources_of.items():
         parameter = model.get_parameter(name)
         tensor = _join(name, sources, read, parameter.shape).to(device=device, dtype=dtype)
         _replace(model, name, nn.Parameter(tensor, requires_grad=False))
@@ -78,7 +55,7 @@ def load_target(
     return model
 
 
-def _join(name: str, sources: tuple[str, ...], read: Reader, shape: torch.Size) -> Tensor:
+def _join(name: str, sources: tuple[str, ...], read: TensorReader, shape: torch.Size) -> Tensor:
     parts = [read(source) for source in sources]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
     if tensor.shape != shape:

@@ -1,4 +1,4 @@
-"""Where a target goes, what it takes there and what the device has: settled before anything is loaded."""
+"""Device, dtype and memory of a target: decided before anything is loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pick_device(name: str | torch.device) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What the processor calls itself."""
+    """The name of the GPU or processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -102,9 +102,9 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be had on the device."""
+    """Bytes that can still be allocated on the device."""
     if device.type == "cuda":
-        # What torch keeps for itself and does not use is as good as free.
+        # Memory that torch has reserved and does not use is free for us.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     free = _meminfo("MemAvailable")
@@ -124,7 +124,7 @@ def total_memory(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def memory_explained(asked: str, way_out: str) -> Iterator[None]:
-    """What the allocators raise when memory runs out, in words for the user."""
+    """Turn the allocators' errors about memory into a `UserError` that says what was asked for."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
@@ -134,10 +134,10 @@ def memory_explained(asked: str, way_out: str) -> Iterator[None]:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether that is what an error means."""
+    """Whether the error means that memory ran out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    # Of the CPU's allocator, of cuBLAS and of files that are mapped, only the text tells.
+    # The CPU's allocator, cuBLAS and mapped files raise a RuntimeError or OSError; only its text tells.
     signs = ("DefaultCPUAllocator", "ALLOC_FAILED", "Cannot allocate memory")
     return any(sign in str(error) for sign in signs)
 

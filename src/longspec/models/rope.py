@@ -70,7 +70,7 @@ class RopeTable(nn.Module):
 
     table: Tensor
     """[2, capacity, D]: one tensor, so that another thread never sees one of the two without the other."""
-    # Of the class, for a model that is copied or pickled cannot take a lock along.
+    # Of the class, because a lock cannot be copied or pickled with a model.
     _growing = threading.Lock()
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:

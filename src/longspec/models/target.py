@@ -1,4 +1,4 @@
-"""The target: Llama, Qwen2 and Qwen3 as one module."""
+"""The target: one module for every family; `longspec.models.families` says which flags each one sets."""
 
 from __future__ import annotations
 

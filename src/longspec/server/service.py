@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from longspec.decoding.methods.make import METHODS
+from longspec.decoding.methods.registry import choices
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 from longspec.options import read_options
@@ -24,8 +24,6 @@ from longspec.server.metrics import Metrics
 from longspec.server.schema import Asked, ChatRequest, CompletionRequest
 from longspec.server.wire import Facts, Row
 from longspec.text import TextStream
-
-NEED_DRAFT = ("seq", "tree")
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,11 @@ class Service:
             "draft": facts.draft_name,
             "device": facts.device,
             "dtype": facts.dtype,
-            "methods": [name for name in METHODS if facts.draft_name or name not in NEED_DRAFT],
+            "methods": [
+                name
+                for name, choice in choices().items()
+                if facts.draft_name or not getattr(choice, "uses_draft", False)
+            ],
         }
 
     def _spell(self, token: int) -> tuple[str, list[int]]:
@@ -167,10 +169,7 @@ class Service:
     def _prepare(self, asked: Asked) -> tuple[list[Sequence], list[TextStream], str | None]:
         """Tokenise the prompts and make the sequences."""
         prompts = self._prompts(asked)
-        options = asked.options() | self.defaults
-        if asked.method is not None:
-            options["method"] = asked.method
-        settings = read_options(options)
+        settings = read_options(asked.options() | self._method(asked))
         self._check_length(asked, max(map(len, prompts)))
         grammar = None
         if asked.is_constrained and asked.response_format is not None:
@@ -179,6 +178,13 @@ class Service:
         for sequence in sequences:
             sequence.num_logprobs = asked.num_logprobs
         return sequences, texts, grammar
+
+    def _method(self, asked: Asked) -> dict[str, Any]:
+        """The method and its options: another method than the server's own takes its own defaults."""
+        if asked.method in (None, self.defaults.get("method", "auto")):
+            return self.defaults
+        kept = {name: value for name, value in self.defaults.items() if name == "acceptance"}
+        return kept | {"method": asked.method}
 
     def _prompts(self, asked: Asked) -> list[list[int]]:
         encoder, size = self.facts.maker.encoder, self.facts.maker.vocab_size

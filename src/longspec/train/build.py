@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from longspec import hub
 from longspec.config import DraftConfig
 from longspec.data.shards import tokenizer_fingerprint
 from longspec.errors import UserError
-from longspec.glide import GlideModel
+from longspec.models.pair import Pair, load_pair
+from longspec.models.placement import pick_dtype
 from longspec.prompts import PromptEncoder
 from longspec.train.checkpoints import draft_of
 from longspec.train.layout import Draws
@@ -24,49 +23,29 @@ from longspec.train.schema import StageSettings, TrainSettings
 class Parts:
     """What a run is made of."""
 
-    glide: GlideModel
+    pair: Pair
     mixture: Mixture
     draws: Draws
 
 
-def build(settings: TrainSettings, model: DictConfig, device: torch.device, partitioned: bool) -> Parts:
+def build(settings: TrainSettings, device: torch.device, partitioned: bool) -> Parts:
     """Load or make everything. A `partitioned` target waits on the CPU until it is spread."""
     mixture = Mixture(settings.data.train, settings.stage.seq_length)
     _check(settings, mixture)
-    glide = _glide(settings, model, torch.device("cpu") if partitioned else device)
-    config = glide.model.config
-    folder = hub.resolve(settings.target.path).folder
-    tokenizer = PromptEncoder(folder).tokenizer
-    mixture.check(config.vocab_size, tokenizer_fingerprint(tokenizer), settings.target.path)
-    draft = glide.draft_model
-    if draft.vocab_ids is not None and settings.draft.path is None:
-        ids = mixture.frequent(len(draft.vocab_ids), sorted(glide.eos_ids), config.vocab_size)
-        draft.vocab_ids.copy_(torch.from_numpy(ids))
-    draft.to(device)
-    return Parts(glide, mixture, _draws(settings.stage, draft.config, config.max_length))
-
-
-def _glide(settings: TrainSettings, model: DictConfig, device: torch.device) -> GlideModel:
-    from hydra.utils import call
-
+    place = torch.device("cpu") if partitioned else device
     shape = asdict(settings.draft)
     path = shape.pop("path")
-    given: dict[str, Any] = {
-        "glide_path": None if path is None else draft_of(path),
-        "draft_config": shape,
-        "device": str(device),
-        "seed": settings.seed,
-    }
-    try:
-        built = call(model, **given)
-    except Exception as error:  # Hydra wraps what the call raises
-        cause = error.__cause__ if isinstance(error.__cause__, UserError) else error
-        if isinstance(cause, UserError):
-            raise cause from error
-        raise
-    if not isinstance(built, GlideModel):
-        raise UserError(f"model._target_ {model['_target_']} does not build a LlamaGlide or Qwen2Glide")
-    return built
+    dtype = pick_dtype(settings.target.dtype, place)
+    start = None if path is None else draft_of(path)
+    pair = load_pair(settings.target.path, start, DraftConfig(**shape), place, dtype, seed=settings.seed)
+    config, draft = pair.target.config, pair.draft
+    tokenizer = PromptEncoder(hub.resolve(settings.target.path).folder).tokenizer
+    mixture.check(config.vocab_size, tokenizer_fingerprint(tokenizer), settings.target.path)
+    if draft.vocab_ids is not None and settings.draft.path is None:
+        ids = mixture.frequent(len(draft.vocab_ids), sorted(pair.eos_ids), config.vocab_size)
+        draft.vocab_ids.copy_(torch.from_numpy(ids))
+    draft.to(device)
+    return Parts(pair, mixture, _draws(settings.stage, draft.config, config.max_length))
 
 
 def _check(settings: TrainSettings, mixture: Mixture) -> None:

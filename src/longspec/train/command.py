@@ -3,7 +3,7 @@
 longspec train data.train=[data/mine] run=outputs/mine      SmolLM2, stage base, one process
 longspec train experiment=smollm2_cpu_tiny stage=all        three stages in a row
 longspec train experiment=smollm2_gpu stage=all --only long one of them, from the draft of the one before
-longspec train target=llama target.path=./my-llama draft=glide_plus stage=base data.train=[data/mine]
+longspec train target.path=./my-llama draft=glide_plus stage=base data.train=[data/mine]
 longspec train stage=long draft.path=outputs/mine data.train=[data/long] run=outputs/mine-long
 longspec train run=outputs/mine resume=latest ...           go on after a crash, with the same settings
 longspec train --cfg job experiment=...                     print the settings and stop

@@ -103,7 +103,7 @@ def local_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-class Engine:
+class TrainingEngine:
     """The draft's optimizer over all processes, and the target as they share it."""
 
     def __init__(

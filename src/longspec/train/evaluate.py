@@ -18,7 +18,7 @@ import torch
 from longspec.attention import choose_backend
 from longspec.data.collate import collate
 from longspec.data.shards import Packed, Role
-from longspec.decoding.methods.make import MethodOptions
+from longspec.decoding.methods import VANILLA
 from longspec.engine.make import make_engine
 from longspec.engine.memory import kv_bytes
 from longspec.engine.sequence import Sequence
@@ -74,8 +74,7 @@ def continuations(
     Of a sharded target every process must ask for the same. Its weights are whole only inside its modules,
     so that our own kernels cannot read them.
     """
-    vanilla = MethodOptions("vanilla")
-    texts = [Sequence(prompt, num_tokens, eos_ids=eos_ids, options=vanilla) for prompt in prompts]
+    texts = [Sequence(prompt, num_tokens, eos_ids=eos_ids, method=VANILLA) for prompt in prompts]
     longest, num_rows = max(text.limit for text in texts), min(len(texts), _ROWS)
     # Not by what is free: all processes must do the same work in the same order.
     pages = kv_bytes(target.config, target.dtype, num_rows, longest)

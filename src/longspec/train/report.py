@@ -28,7 +28,7 @@ class Logger(Protocol):
         ...
 
 
-class JsonLines:
+class MetricsFile:
     """One object per line. What lies past the step that a run goes on from is taken back."""
 
     def __init__(self, path: Path, first_step: int) -> None:
@@ -97,7 +97,7 @@ def make_loggers(run: Path, settings: LoggerSettings, config: Values, first_step
     """Those that are asked for; the lines of JSON always."""
     if settings.wandb not in ("online", "offline", "disabled"):
         raise UserError(f"logger.wandb is {settings.wandb!r}; use online, offline or disabled")
-    loggers: list[Logger] = [JsonLines(run / METRICS, first_step)]
+    loggers: list[Logger] = [MetricsFile(run / METRICS, first_step)]
     if settings.tensorboard:
         loggers.append(TensorBoard(run, first_step))
     if settings.wandb != "disabled":

@@ -14,8 +14,6 @@ class TargetSettings:
 
     path: str = MISSING
     """A short name, a folder, a .gguf file or a hub id."""
-    glide: str = MISSING
-    """The class that builds target and draft: LlamaGlide or Qwen2Glide, by its full name."""
     dtype: str = "auto"
     device: str = "auto"
     tp_size: int = 1
@@ -152,5 +150,3 @@ class TrainSettings:
     deepspeed: DeepSpeedSettings = field(default_factory=DeepSpeedSettings)
     stages: dict[str, list[str]] = field(default_factory=dict)
     """What `stage=all` runs in a row: a name for each stage and the overrides that make it."""
-    model: dict[str, Any] = field(default_factory=dict)
-    """Called by Hydra to build target and draft."""

@@ -21,7 +21,7 @@ from longspec.models.files import write_whole
 from longspec.train import checkpoints, evaluate
 from longspec.train.build import Parts, build
 from longspec.train.compiled import compile_layers
-from longspec.train.engine import Engine, Optimisation, Processes, join, local_device
+from longspec.train.engine import Optimisation, Processes, TrainingEngine, join, local_device
 from longspec.train.layout import Layout, head_rows, lay_out
 from longspec.train.losses import one_chunk
 from longspec.train.objective import Objective, Outcome
@@ -62,7 +62,7 @@ def train(config: DictConfig) -> Path:
     processes = join(device, settings.target.tp_size)
     zero = settings.deepspeed.config.get("zero_optimization", {}).get("stage", 0)
     _check_run(Path(settings.run), settings, config)
-    parts = build(settings, config.model, device, zero == 3 or settings.target.tp_size > 1)
+    parts = build(settings, device, zero == 3 or settings.target.tp_size > 1)
     trainer = Trainer(settings, config, parts, processes, device)
     return trainer.run()
 
@@ -96,7 +96,7 @@ class Trainer:
         self.settings, self.config, self.parts = settings, config, parts
         self.stage, self.processes, self.device = settings.stage, processes, device
         self.folder = Path(settings.run)
-        target, draft = parts.glide.model, parts.glide.draft_model
+        target, draft = parts.pair.target, parts.pair.draft
         # Before the weights are spread over the processes.
         self.fingerprint = Fingerprint.of(target)
         self.rows = head_rows(draft.vocab_ids, target.config.vocab_size)
@@ -119,7 +119,9 @@ class Trainer:
             stage.clip,
             stage.optimizer == "muon",
         )
-        self.engine = Engine(target, draft, settings.deepspeed.config, optimisation, processes, device)
+        self.engine = TrainingEngine(
+            target, draft, settings.deepspeed.config, optimisation, processes, device
+        )
         chunk = compile_layers(target, draft) if settings.compile else one_chunk
         self.objective = Objective(
             target,
@@ -302,10 +304,10 @@ class Trainer:
         mixture, wanted = self.parts.mixture, self.settings.evaluation
         held_out = [mixture[index] for index in range(self.order.num_sequences, len(mixture))]
         prompts = evaluate.prompts_of(held_out, wanted.prompt_tokens)
-        target = self.parts.glide.model
+        target = self.parts.pair.target
         with self.engine.gather([target.embedding, target.head.weight]):
             texts = evaluate.continuations(
-                target, prompts, wanted.new_tokens, self.parts.glide.eos_ids, self.engine.is_sharded
+                target, prompts, wanted.new_tokens, self.parts.pair.eos_ids, self.engine.is_sharded
             )
         self.engine.wait()
         if self.processes.first:
@@ -329,8 +331,8 @@ class Trainer:
         weights = self.engine.weights()
         if self.processes.first:
             found = self.acceptance
-            draft = GlideDraft(self.parts.glide.model.config, self.parts.glide.draft_model.config)
-            draft.load_state_dict(weights | _buffers(self.parts.glide.draft_model))
+            draft = GlideDraft(self.parts.pair.target.config, self.parts.pair.draft.config)
+            draft.load_state_dict(weights | _buffers(self.parts.pair.draft))
             table = None if found is None else {"chain": found.chain}
             save_draft(draft, building / "draft", self.fingerprint, self.settings.target.path, table)
         self.engine.wait()

@@ -1,1 +1,27 @@
-"""The decoding methods: ways to propose a tree. Verifying, accepting and committing is the loop's."""
+"""The decoding methods. Each is one file; importing this package registers those that come with it."""
+
+from longspec.decoding.methods.base import MOST_NODES, Auto, Chain, Choice, Method
+from longspec.decoding.methods.lookup import Lookup
+from longspec.decoding.methods.magicdec import MagicDec
+from longspec.decoding.methods.registry import register
+from longspec.decoding.methods.seq import Seq
+from longspec.decoding.methods.tree import Tree
+from longspec.decoding.methods.vanilla import VANILLA, Vanilla
+from longspec.decoding.option import Option, option
+
+__all__ = [
+    "MOST_NODES",
+    "VANILLA",
+    "Auto",
+    "Chain",
+    "Choice",
+    "Lookup",
+    "MagicDec",
+    "Method",
+    "Option",
+    "Seq",
+    "Tree",
+    "Vanilla",
+    "option",
+    "register",
+]

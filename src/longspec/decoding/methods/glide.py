@@ -11,7 +11,8 @@ from torch import Tensor
 from longspec.attention import AttentionPlan
 from longspec.cache import DraftRing
 from longspec.decoding.choose import filtered, gumbel
-from longspec.decoding.lookup import DOUBT, FADE, LEAST, MOST, find, graft
+from longspec.decoding.lookup import FIRST_DOUBT, MAX_RUN, MIN_RUN, NEXT_DOUBT, find, graft
+from longspec.decoding.methods.drafted import Drafted
 from longspec.decoding.rejection import draw_children
 from longspec.decoding.round import Models
 from longspec.decoding.slots import Slots
@@ -27,111 +28,73 @@ Levels = tuple[Tensor, Tensor, Tensor]
 the sum of log-probabilities from the root."""
 
 
-class Glide:
-    """`tree_shape` says how many nodes each depth has; a chain has one each.
+def propose(method: Drafted, models: Models, rows: Slots, sampled: bool) -> TokenTree:
+    """The tree of a method's `shape` in its best nodes, and what the method looks up beside it."""
+    draft, head, ring = models.draft, models.head, rows.ring
+    assert draft is not None, "this method needs a draft"
+    assert head is not None
+    assert ring is not None
+    levels = level_ranges(method.shape, len(head.token_ids))
+    size = (rows.num_rows, levels[-1].stop + (method.num_lookup if models.fused else 0))
+    device = rows.lengths.device
+    tokens, parents = torch.zeros(2, *size, dtype=torch.int64, device=device).unbind(0)
+    tree = (tokens, parents, torch.zeros(size, device=device))
+    drafting: _Drafting = (_FusedDrafting if models.fused else _PlainDrafting)(
+        models, rows, draft, ring, tree, method.width, max(method.shape) == 1 and not models.fused
+    )
+    features = draft.features(rows.feature[:, None], len(method.shape))
+    noise = _noise(models, rows, len(method.shape)) if sampled and not method.draws else None
+    proposals: list[Tensor] = []
+    sure = rows.running & rows.active
+    end = levels[-1].stop
+    for depth, level in enumerate(levels[:-1]):
+        hidden = drafting.hidden(level, depth, features[depth])
+        logits = head(hidden)
+        if method.draws:
+            proposals.append(_draw_level(models, rows, tree, levels, depth, logits))
+        else:
+            here = None if noise is None else noise[depth]
+            _grow(models, rows, tree, level, len(levels[depth + 1]), logits, here)
+        if method.min_confidence and not models.fused:
+            sure = sure & (_confidence(tree, level, proposals) >= method.min_confidence)
+            if not bool(sure.any()):
+                end = level.stop + 1
+                break
+    drafting.end()
+    if method.draws:
+        return _drawn_tree(method.shape, tokens[:, :end], parents[:, :end], proposals)
+    return _best_tree(method, models, rows, (tokens, parents, tree[2]), end)
 
-    The best nodes of a whole level are kept by cumulative log-probability. For `rejection` (`draws`) that
-    would bias the draw, so each node gets a fixed number of children there, and nothing is pruned.
 
-    With `min_confidence` a plain chain ends behind the first token to which the draft itself gives less: what
-    would follow is hardly ever accepted. The doubted token stays, for it is drafted already; and to leave out
-    what was drawn because of what it is would bias the draw.
+def _drawn_tree(
+    shape: tuple[int, ...], tokens: Tensor, parents: Tensor, proposals: list[Tensor]
+) -> TokenTree:
+    last = proposals[-1].new_zeros(len(tokens), tokens.shape[1] - sum(q.shape[1] for q in proposals), 1)
+    proposals = [*proposals, last.expand(-1, -1, proposals[-1].shape[2])]
+    chain = max(shape) == 1
+    return TokenTree(tokens, parents, torch.cat(proposals, 1), chain, shape)
 
-    With `num_lookup` a branch of so many tokens at most is looked up in the text's own past. `width` is the
-    most tokens that the draft may have to read at a time, where that is more than its own rounds emit.
-    """
 
-    drafts = True
+def _best_tree(method: Drafted, models: Models, rows: Slots, tree: Levels, end: int) -> TokenTree:
+    """With what was looked up, and without the worst nodes."""
+    tokens, parents, scores = tree
+    is_chain = max(method.shape) == 1 and not method.num_lookup
+    if not models.fused:
+        grown, scores = TokenTree(tokens[:, :end], parents[:, :end], None, is_chain), scores[:, :end]
+        if method.num_lookup:
+            ends = rows.lengths + 1
+            found = find(rows.text[:, : int(ends.max())], ends)
+            grown, scores = graft(grown, scores, rows.text, ends, method.num_lookup, found)
+        return grown.pruned(scores, method.num_nodes)
+    from longspec.kernels.lookup import graft_lookup
+    from longspec.kernels.tree import prune
 
-    def __init__(
-        self,
-        draft: GlideDraft,
-        tree_shape: tuple[int, ...],
-        max_nodes: int | None = None,
-        draws: bool = False,
-        name: str = "tree",
-        min_confidence: float = 0.0,
-        num_lookup: int = 0,
-        width: int = 0,
-    ) -> None:
-        assert not min_confidence or max(tree_shape) == 1, "only a chain can end early"
-        self.name, self.draws = name, draws
-        if draws:
-            tree_shape, max_nodes, num_lookup = _drawn_shape(tree_shape), None, 0
-        self.tree_shape: tuple[int, ...] | None = tree_shape
-        self._shape, self._min_confidence = tree_shape, min_confidence
-        # No more than the ring takes in at once.
-        self.num_lookup = num_lookup = min(num_lookup, draft.config.window - 1)
-        whole = sum(tree_shape) + 1 + num_lookup
-        self._max_nodes = max_nodes or whole
-        self.num_nodes = min(self._max_nodes, whole)
-        self.max_nodes = self.num_nodes if self.num_nodes < whole else None
-        self.depth = min(max(len(tree_shape), num_lookup), self.num_nodes - 1)
-        self.width = max(width, self.depth + 1)
-
-    def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
-        """See `Method.propose`."""
-        draft, head, ring = models.draft, models.head, rows.ring
-        assert draft is not None, "this method needs a draft"
-        assert head is not None
-        assert ring is not None
-        levels = level_ranges(self._shape, len(head.token_ids))
-        size = (rows.num_rows, levels[-1].stop + (self.num_lookup if models.fused else 0))
-        device = rows.lengths.device
-        tokens, parents = torch.zeros(2, *size, dtype=torch.int64, device=device).unbind(0)
-        tree = (tokens, parents, torch.zeros(size, device=device))
-        drafting: _Drafting = (_FusedDrafting if models.fused else _PlainDrafting)(
-            models, rows, draft, ring, tree, self.width, max(self._shape) == 1 and not models.fused
-        )
-        features = draft.features(rows.feature[:, None], len(self._shape))
-        noise = _noise(models, rows, len(self._shape)) if sampled and not self.draws else None
-        proposals: list[Tensor] = []
-        sure = rows.running & rows.active
-        end = levels[-1].stop
-        for depth, level in enumerate(levels[:-1]):
-            hidden = drafting.hidden(level, depth, features[depth])
-            logits = head(hidden)
-            if self.draws:
-                proposals.append(_draw_level(models, rows, tree, levels, depth, logits))
-            else:
-                here = None if noise is None else noise[depth]
-                _grow(models, rows, tree, level, len(levels[depth + 1]), logits, here)
-            if self._min_confidence and not models.fused:
-                sure = sure & (_confidence(tree, level, proposals) >= self._min_confidence)
-                if not bool(sure.any()):
-                    end = level.stop + 1
-                    break
-        drafting.end()
-        if self.draws:
-            return self._drawn_tree(tokens[:, :end], parents[:, :end], proposals)
-        return self._best_tree(models, rows, (tokens, parents, tree[2]), end)
-
-    def _drawn_tree(self, tokens: Tensor, parents: Tensor, proposals: list[Tensor]) -> TokenTree:
-        last = proposals[-1].new_zeros(len(tokens), tokens.shape[1] - sum(q.shape[1] for q in proposals), 1)
-        proposals = [*proposals, last.expand(-1, -1, proposals[-1].shape[2])]
-        chain = max(self._shape) == 1
-        return TokenTree(tokens, parents, torch.cat(proposals, 1), chain, self._shape)
-
-    def _best_tree(self, models: Models, rows: Slots, tree: Levels, end: int) -> TokenTree:
-        """With what was looked up, and without the worst nodes."""
-        tokens, parents, scores = tree
-        is_chain = max(self._shape) == 1 and not self.num_lookup
-        if not models.fused:
-            grown, scores = TokenTree(tokens[:, :end], parents[:, :end], None, is_chain), scores[:, :end]
-            if self.num_lookup:
-                ends = rows.lengths + 1
-                found = find(rows.text[:, : int(ends.max())], ends)
-                grown, scores = graft(grown, scores, rows.text, ends, self.num_lookup, found)
-            return grown.pruned(scores, self._max_nodes)
-        from longspec.kernels.lookup import graft_lookup
-        from longspec.kernels.tree import prune
-
-        if self.num_lookup:
-            chances = (LEAST, MOST, DOUBT, FADE)
-            graft_lookup(tree, end, rows.text, rows.found, rows.lengths, chances)
-        if self._max_nodes >= tokens.shape[1]:
-            return TokenTree(tokens, parents, None, is_chain)
-        return TokenTree(*prune(*tree, self._max_nodes), None, is_chain)
+    if method.num_lookup:
+        chances = (MIN_RUN, MAX_RUN, FIRST_DOUBT, NEXT_DOUBT)
+        graft_lookup(tree, end, rows.text, rows.found, rows.lengths, chances)
+    if method.num_nodes >= tokens.shape[1]:
+        return TokenTree(tokens, parents, None, is_chain)
+    return TokenTree(*prune(*tree, method.num_nodes), None, is_chain)
 
 
 @dataclass
@@ -323,14 +286,6 @@ def _confidence(tree: Levels, level: range, proposals: list[Tensor]) -> Tensor:
     if proposals:
         return proposals[-1][:, 0].gather(1, tokens[:, level.stop : level.stop + 1])[:, 0]
     return (scores[:, level.stop] - scores[:, level.start]).exp()
-
-
-def _drawn_shape(wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """The nodes per depth where each node has the same number of children, at least one."""
-    widths = [1]
-    for width in wanted:
-        widths.append(widths[-1] * max(1, width // widths[-1]))
-    return tuple(widths[1:])
 
 
 def level_ranges(shape: tuple[int, ...], vocab: int) -> list[range]:

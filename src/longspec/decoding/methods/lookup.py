@@ -2,36 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from longspec.decoding.methods.base import Chain
+from longspec.decoding.methods.registry import register
+from longspec.decoding.option import option
 
-from longspec.decoding.lookup import DOUBT, FADE, find, graft
-from longspec.decoding.round import Models
-from longspec.decoding.slots import Slots
-from longspec.decoding.tree import TokenTree
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from longspec.config import DraftConfig
+    from longspec.decoding.round import Models
+    from longspec.decoding.slots import Slots
+    from longspec.decoding.tree import TokenTree
+
+# What `auto` may use.
+GAMMAS = (2, 4, 7)
+# The chance that a looked-up token is accepted, where there is a match: the first, and each further one.
+FIRST_ACCEPTED, NEXT_ACCEPTED = 0.7, 0.85
 
 
-class Lookup:
-    """A chain of up to `gamma` tokens, from behind the newest earlier place that matches best."""
+@register
+@dataclass(frozen=True)
+class Lookup(Chain):
+    """A chain from behind the newest earlier place that matches best."""
 
     name = "lookup"
-    drafts = draws = False
+    summary = "what followed the same few tokens earlier in the text"
+    source = "lookup"
 
-    def __init__(self, gamma: int, max_ngram: int = 3, min_ngram: int = 2) -> None:
-        self.gamma = gamma
-        self.num_nodes, self.depth = gamma + 1, gamma
-        self.tree_shape: tuple[int, ...] | None = (1,) * gamma
-        self._runs = (min_ngram, max_ngram)
+    max_ngram: int = option(3, "longest run of tokens that is matched", least=1, most=16)
+
+    def gain(self, acceptance: Mapping[str, Any]) -> float:
+        """Of a row that has a match."""
+        return 1 + sum(FIRST_ACCEPTED * NEXT_ACCEPTED**step for step in range(self.gamma))
+
+    @classmethod
+    def candidates(
+        cls, draft: DraftConfig | None, acceptance: Mapping[str, Any], fused: bool
+    ) -> Iterable[Lookup]:
+        """With a draft and fused rounds there is none, because trees look up as well."""
+        return [cls(gamma) for gamma in GAMMAS] if draft is None or not fused else []
+
+    @property
+    def _runs(self) -> tuple[int, int]:
+        """The shortest and the longest run of tokens that is a match."""
+        return min(2, self.max_ngram), self.max_ngram
 
     def find(self, rows: Slots) -> tuple[Tensor, Tensor]:
         """The longest matching run of each row, 0 where there is none, and what follows it: [B] each."""
+        from longspec.decoding.lookup import find
+
         ends = rows.lengths + 1
         return find(rows.text[:, : int(ends.max())], ends, *self._runs)
 
     def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
-        """See `Method.propose`. Where no row has a match, the plain form proposes nothing."""
+        """Where no row has a match, the plain form proposes nothing."""
+        import torch
+
+        from longspec.decoding.lookup import graft
+        from longspec.decoding.tree import TokenTree
+
         if models.fused:
             return self._propose_fused(rows)
         root = TokenTree.chain(rows.roots[:, None])
@@ -44,12 +77,16 @@ class Lookup:
         return replace(tree, is_chain=True)
 
     def _propose_fused(self, rows: Slots) -> TokenTree:
+        import torch
+
+        from longspec.decoding.lookup import FIRST_DOUBT, NEXT_DOUBT
+        from longspec.decoding.tree import TokenTree
         from longspec.kernels.lookup import graft_lookup
 
         size, device = (rows.num_rows, self.num_nodes), rows.lengths.device
         tokens, parents = torch.zeros(2, *size, dtype=torch.int64, device=device).unbind(0)
         tokens[:, 0] = rows.roots
         scores = torch.zeros(size, device=device)
-        chances = (*self._runs, DOUBT, FADE)
+        chances = (*self._runs, FIRST_DOUBT, NEXT_DOUBT)
         graft_lookup((tokens, parents, scores), 1, rows.text, rows.found, rows.lengths, chances)
         return TokenTree(tokens, parents, is_chain=True)

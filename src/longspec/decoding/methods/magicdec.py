@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
-from longspec.decoding.accept import mark
-from longspec.decoding.choose import filtered
-from longspec.decoding.rejection import draw_children
-from longspec.decoding.round import Models, choose_rows, forward_chain_or_tree
-from longspec.decoding.slots import Slots
-from longspec.decoding.tree import TokenTree
+from longspec.decoding.expected import chain_gain, chain_rates
+from longspec.decoding.methods.base import Chain
+from longspec.decoding.methods.registry import register
+from longspec.decoding.option import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from longspec.decoding.round import Models
+    from longspec.decoding.slots import Slots
+    from longspec.decoding.tree import TokenTree
 
 
-class MagicDec:
-    """A chain of `gamma`. The drafted tokens' KV goes behind the prefix, where verification overwrites it.
+@register
+@dataclass(frozen=True)
+class MagicDec(Chain):
+    """A chain whose tokens' KV goes behind the prefix, where verification overwrites it.
 
     With a window as long as the context, the draft is the target, and everything is accepted.
     """
 
     name = "magicdec"
-    drafts = False
+    summary = "the target drafts with a window of its own cache"
+    source = "draft"
 
-    def __init__(self, gamma: int, sinks: int, window: int, draws: bool) -> None:
-        self.gamma = gamma
-        self.num_nodes, self.depth = gamma + 1, gamma
-        self.tree_shape: tuple[int, ...] | None = (1,) * gamma
-        self._sinks, self._window = sinks, window
-        self.draws = draws
+    sinks: int = option(4, "entries that drafting sees at the text's beginning", least=0)
+    window: int = option(512, "entries that drafting sees at the text's end", least=1)
+
+    def gain(self, acceptance: Mapping[str, Any]) -> float:
+        return chain_gain(chain_rates(acceptance, self.gamma))
+
+    def fit(self, models: Models, draws: bool = False, width: int = 0) -> Self:
+        return replace(self, draws=draws)
 
     def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
-        """See `Method.propose`."""
+        import torch
+
+        from longspec.decoding.accept import mark
+        from longspec.decoding.choose import filtered
+        from longspec.decoding.round import choose_rows, forward_chain_or_tree
+        from longspec.decoding.tree import TokenTree
+
         tokens, proposals, seen = [rows.roots], [], rows.sampling.seen
         for depth in range(self.gamma):
             node = TokenTree.chain(tokens[-1][:, None])
-            hidden = forward_chain_or_tree(models, rows, node, depth, self._sinks, self._window)
+            hidden = forward_chain_or_tree(models, rows, node, depth, self.sinks, self.window)
             logits, positions = models.target.logits(hidden[:, -1]), rows.lengths + depth + 1
             if self.draws:
                 q = filtered(logits, rows.sampling, seen).softmax(-1)
@@ -51,5 +68,10 @@ class MagicDec:
 
 
 def _draw(q: Tensor, seeds: Tensor, positions: Tensor, node: int) -> Tensor:
+    """One token of each row's distribution, int64 [B]."""
+    import torch
+
+    from longspec.decoding.rejection import draw_children
+
     nodes = torch.arange(node, node + 1, device=q.device)
     return draw_children(q[:, None], 1, seeds, positions, nodes)[0][:, 0, 0]

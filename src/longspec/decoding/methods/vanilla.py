@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from longspec.decoding.round import Models
-from longspec.decoding.slots import Slots
-from longspec.decoding.tree import TokenTree
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from longspec.decoding.methods.base import Method
+from longspec.decoding.methods.registry import register
+
+if TYPE_CHECKING:
+    from longspec.decoding.round import Models
+    from longspec.decoding.slots import Slots
+    from longspec.decoding.tree import TokenTree
 
 
-class Vanilla:
+@register
+@dataclass(frozen=True)
+class Vanilla(Method):
     """A tree of the root alone."""
 
     name = "vanilla"
-    num_nodes, depth = 1, 0
-    tree_shape: tuple[int, ...] | None = None
-    drafts = draws = False
+    summary = "the target alone"
+
+    @property
+    def num_nodes(self) -> int:
+        return 1
 
     def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
-        """See `Method.propose`."""
+        from longspec.decoding.tree import TokenTree
+
         return TokenTree.chain(rows.roots[:, None])
+
+
+VANILLA = Vanilla()

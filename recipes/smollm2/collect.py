@@ -1,0 +1,151 @@
+"""Documents to make prompts of, to continue and to train long contexts on: books, and sources of packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TextIO
+
+from longspec.data.records import read_records
+from longspec.errors import UserError
+from recipes.smollm2.held_out import HeldOut
+
+STDLIB = "stdlib"
+BOOK, SOURCE = "book", "source"
+# Sources of other sizes are lists of names, tables, or empty.
+_LEAST_CHARACTERS, _MOST_CHARACTERS = 1500, 200_000
+# A book goes into several documents, so that reading one of them is quick.
+_LONGEST_DOCUMENT = 200_000
+# What a held-out part leaves at the sides of it must be worth reading.
+_LEAST_PIECE = 2000
+_LONGEST_LICENCE = 60
+
+Document = tuple[str, str, str, str]
+"""Kind, source, licence, text."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What was written."""
+
+    num_books: int
+    num_sources: int
+    num_characters: int
+    num_cut: int
+    """Documents of which held-out parts were left out."""
+    licences: dict[str, str]
+    """Of each source."""
+
+
+def collect(
+    output: Path,
+    books: Sequence[str],
+    packages: Sequence[str],
+    held_out: HeldOut,
+    licence: str = "unknown",
+    on_document: Callable[[int], None] = lambda number: None,
+) -> Collected:
+    """Write a JSONL of `text`, `source`, `licence` and `kind`, in a fixed order."""
+    unfinished = output.with_name(f".{output.name}.part")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(unfinished, "w", encoding="utf-8") as file:
+            made = _write(file, _documents(books, packages, licence), held_out, on_document)
+        if not made.num_characters:
+            raise UserError("there is nothing to collect: give books or packages that hold text")
+        os.replace(unfinished, output)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return made
+
+
+def _write(
+    file: TextIO, documents: Iterator[Document], held_out: HeldOut, on_document: Callable[[int], None]
+) -> Collected:
+    licences: dict[str, str] = {}
+    counts = {BOOK: 0, SOURCE: 0}
+    characters = cut = 0
+    for kind, source, under, text in documents:
+        pieces = held_out.cut(text)
+        cut += pieces != [text]
+        kept = pieces if len(pieces) == 1 else [one for one in pieces if len(one) >= _LEAST_PIECE]
+        for piece in (short for one in kept for short in _split(one)):
+            line = {"text": piece, "source": source, "licence": under, "kind": kind}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            characters += len(piece)
+        counts[kind] += 1
+        licences[source] = under
+        on_document(1)
+    return Collected(counts[BOOK], counts[SOURCE], characters, cut, licences)
+
+
+def _documents(books: Sequence[str], packages: Sequence[str], licence: str) -> Iterator[Document]:
+    for record in read_records(books):
+        text = record.get("text")
+        if not isinstance(text, str) or not _encodes(text):
+            raise UserError(f"a record of {', '.join(books)} has no text 'text'")
+        yield BOOK, "books", str(record.get("licence", licence)), _plain(text)
+    for name in packages:
+        under, files = _package(name)
+        for path in files:
+            text = _plain(path.read_text(encoding="utf-8", errors="replace"))
+            if _LEAST_CHARACTERS <= len(text) <= _MOST_CHARACTERS:
+                yield SOURCE, name, under, text
+
+
+def _split(text: str) -> Iterator[str]:
+    """Cut at paragraphs into pieces that are not too long."""
+    while len(text) > _LONGEST_DOCUMENT:
+        end = text.rfind("\n\n", _LONGEST_DOCUMENT // 2, _LONGEST_DOCUMENT)
+        end = end + 2 if end > 0 else _LONGEST_DOCUMENT
+        yield text[:end]
+        text = text[end:]
+    yield text
+
+
+def _encodes(text: str) -> bool:
+    return text.encode("utf-8", "replace").decode() == text
+
+
+def _plain(text: str) -> str:
+    """One kind of line end, and nothing behind the last character of a line."""
+    return re.sub(r"[ \t]+\n", "\n", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def _package(name: str) -> tuple[str, list[Path]]:
+    """The licence and the Python sources of an installed package, tests left out."""
+    if name == STDLIB:
+        folder = Path(sysconfig.get_path("stdlib"))
+        names = [path.relative_to(folder) for path in folder.rglob("*.py")]
+        licence = f"PSF-2.0 (Python {sys.version_info.major}.{sys.version_info.minor})"
+    else:
+        try:
+            package = metadata.distribution(name)
+        except (metadata.PackageNotFoundError, ValueError) as error:
+            raise UserError(f"package {name!r} is not installed here; leave it out") from error
+        folder = Path(str(package.locate_file("")))
+        names = [Path(file) for file in package.files or [] if file.suffix == ".py"]
+        licence = _licence(package)
+    wanted = [
+        one for one in names if not any("test" in part or part == "site-packages" for part in one.parts)
+    ]
+    return licence, [folder / one for one in sorted(wanted) if (folder / one).is_file()]
+
+
+def _licence(package: metadata.Distribution) -> str:
+    """As its metadata say, in the newest form that they have."""
+    about = package.metadata
+    if told := about.get_all("License-Expression"):
+        return str(told[0])
+    told = (about.get_all("License") or [""])[0]  # a name, or the whole of it
+    if 0 < len(told) <= _LONGEST_LICENCE and "\n" not in told:
+        return str(told)
+    classifiers = [one for one in about.get_all("Classifier") or [] if one.startswith("License")]
+    return classifiers[0].rpartition(" :: ")[2] if classifiers else "unknown"

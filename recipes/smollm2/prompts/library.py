@@ -1,0 +1,153 @@
+"""Quotations for prompts: passages, sentences and names from books, functions and files from sources."""
+
+from __future__ import annotations
+
+import ast
+import bisect
+import itertools
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from longspec.data.records import read_records
+from longspec.errors import UserError
+from recipes.smollm2.collect import SOURCE
+
+# A sentence: from a capital to its full stop, without headings, verse and tables.
+_SENTENCE = re.compile(r"(?<![\w.])[A-Z][^.!?\n|*_#\[\]]{30,220}[.!?](?=[\s\"'])")
+_NAME = re.compile(r"(?<=[a-z,] )[A-Z][a-z]{2,}(?: [A-Z][a-z]{2,})?")
+_LONGEST_PARSED = 80_000
+_TRIES = 50
+
+
+@dataclass(frozen=True)
+class Function:
+    """A documented function of a source file, without what stands around it."""
+
+    name: str
+    head: str
+    """From `def` to the end of its docstring."""
+    whole: str
+
+
+class Library:
+    """The documents that `collect` wrote, to quote from at random."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        books: list[str] = []
+        sources: list[str] = []
+        for record in read_records(paths):
+            text = record.get("text")
+            if not isinstance(text, str):
+                raise UserError(f"a record of {', '.join(paths)} has no text 'text'")
+            (sources if record.get("kind") == SOURCE else books).append(text)
+        self._books, self._sources = _Shelf(books), _Shelf(sources)
+        self._functions: dict[int, list[Function]] = {}
+
+    @property
+    def has_books(self) -> bool:
+        """Whether there is prose to quote."""
+        return bool(self._books.texts)
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether there is code to quote."""
+        return bool(self._sources.texts)
+
+    def passage(self, rng: Random, least: int, most: int) -> str:
+        """Whole paragraphs of a book, the last one cut at a sentence; `least` to `most` characters."""
+        for _ in range(_TRIES):
+            wanted = rng.randint(least, most)
+            text, place = self._books.draw(rng)
+            begin = text.find("\n\n", place, place + 4000)
+            piece = text[begin + 2 : begin + 2 + wanted].strip() if begin >= 0 else ""
+            ends = [piece.rfind(mark) for mark in (". ", ".\n", '."', "! ", "? ")]
+            piece = piece[: max(ends) + 1] + ('"' if max(ends) == ends[2] >= 0 else "")
+            if len(piece) >= least * 0.8 and piece.count("|") + piece.count("#") < 4:
+                return piece
+        raise UserError(f"the books have no passages of {least} characters; collect longer ones")
+
+    def pages(self, rng: Random, characters: int) -> str:
+        """A long stretch of one book, from a paragraph on."""
+        text, place = self._books.draw(rng)
+        place = min(place, max(0, len(text) - characters))
+        begin = text.find("\n\n", place, place + 4000) + 2 if place else 0
+        return text[max(begin, 0) : max(begin, 0) + characters].strip()
+
+    def sentence(self, rng: Random) -> str:
+        """One sentence, with no more than a line's worth of words."""
+        for _ in range(_TRIES):
+            text, place = self._books.draw(rng)
+            found = _SENTENCE.search(text, place, place + 3000)
+            if found:
+                return found[0]
+        raise UserError("the books have no sentences to quote; collect some in prose")
+
+    def file(self, rng: Random, characters: int) -> str:
+        """The beginning of a source file, or a stretch of it that begins at a line's start."""
+        text, place = self._sources.draw(rng)
+        if rng.random() < 0.5 or len(text) <= characters:
+            return text[:characters].rsplit("\n", 1)[0]
+        begin = text.find("\n", min(place, len(text) - characters)) + 1
+        return text[begin : begin + characters].rsplit("\n", 1)[0]
+
+    def function(self, rng: Random) -> Function:
+        """A documented function that fits on a screen or two."""
+        for _ in range(_TRIES):
+            index = rng.randrange(len(self._sources.texts))
+            if index not in self._functions:
+                self._functions[index] = _functions_of(self._sources.texts[index])
+            if self._functions[index]:
+                return rng.choice(self._functions[index])
+        raise UserError("the sources have hardly any documented functions; collect other packages")
+
+
+class _Shelf:
+    """Texts from which places are drawn, each character as likely as any other."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+        self._ends = list(itertools.accumulate(map(len, texts)))
+
+    def draw(self, rng: Random) -> tuple[str, int]:
+        place = rng.randrange(self._ends[-1])
+        index = bisect.bisect_right(self._ends, place)
+        return self.texts[index], place - (self._ends[index - 1] if index else 0)
+
+
+def names_in(text: str) -> list[str]:
+    """People and places that a passage names, most frequent first."""
+    found = [match[0] for match in _NAME.finditer(text)]
+    return sorted(set(found), key=lambda name: (-found.count(name), found.index(name)))
+
+
+def _functions_of(text: str) -> list[Function]:
+    if len(text) > _LONGEST_PARSED:
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes in old sources
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return []  # sources for another Python
+    lines, found = text.split("\n"), []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or len(node.body) < 2 or node.name.startswith("__"):
+            continue
+        first, last = node.body[0], node.end_lineno
+        doc = ast.get_docstring(node)
+        if not doc or first.end_lineno is None or last is None or not 20 <= len(doc) <= 1200:
+            continue
+        whole = _dedented(lines[node.lineno - 1 : last])
+        head = _dedented(lines[node.lineno - 1 : first.end_lineno])
+        if len(whole) <= 4000 and first.end_lineno < last:
+            found.append(Function(node.name, head, whole))
+    return found
+
+
+def _dedented(lines: list[str]) -> str:
+    """As it would stand at the top level of a file."""
+    margin = len(lines[0]) - len(lines[0].lstrip())
+    return "\n".join(line[margin:] if not line[:margin].strip() else line for line in lines)

@@ -1,0 +1,147 @@
+"""A file of prompts by shares of kinds; a prompt is decided by the seed and its number."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from longspec.errors import UserError
+from recipes.smollm2.held_out import HeldOut
+from recipes.smollm2.prompts import code, functions, language, maths, passages, writing
+from recipes.smollm2.prompts.library import Library
+
+Maker = Callable[[Random, Library], dict[str, Any]]
+# How often another prompt is tried in the place of one that is there already or held out.
+_TRIES = 100
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of prompt."""
+
+    make: Maker
+    share: float
+    """Of all prompts, unless shares are given; 0 is only on demand."""
+    needs_books: bool = False
+
+
+KINDS: dict[str, Kind] = {
+    "maths": Kind(maths.maths, 8),
+    "code": Kind(code.code_tasks, 9),
+    "function_heads": Kind(functions.function_heads, 9),
+    "summaries": Kind(passages.summaries, 12, needs_books=True),
+    "extraction": Kind(passages.extraction, 4, needs_books=True),
+    "rewriting": Kind(passages.rewriting, 5, needs_books=True),
+    "questions_on_text": Kind(passages.questions_on_text, 5, needs_books=True),
+    "retrieval": Kind(passages.retrieval, 6, needs_books=True),
+    "translation": Kind(language.translation, 11),
+    "sentences": Kind(language.sentence_work, 5),
+    "explanations": Kind(writing.explanations, 7),
+    "lists": Kind(writing.lists, 5),
+    "letters": Kind(writing.letters, 4),
+    "stories": Kind(writing.stories, 4),
+    "advice": Kind(writing.advice, 5),
+    "roles": Kind(writing.roles, 3),
+    "conversations": Kind(writing.conversations, 6),
+    "essays": Kind(writing.essays, 0),
+    "long_texts": Kind(passages.long_texts, 0, needs_books=True),
+}
+
+
+@dataclass(frozen=True)
+class Made:
+    """What was written."""
+
+    counts: dict[str, int]
+    """Prompts of each kind."""
+    num_characters: int
+    num_held_out: int
+    """Prompts that were made and left out for what they had in common with held-out text."""
+    num_repeated: int
+
+
+def make_prompts(
+    output: Path,
+    number: int,
+    library: Library,
+    held_out: HeldOut,
+    shares: Mapping[str, float] | None = None,
+    seed: int = 0,
+    on_prompt: Callable[[int], None] = lambda number: None,
+) -> Made:
+    """Write a JSONL of so many different prompts: `id`, `kind`, and `prompt`, `turns` or `messages`."""
+    names, weights = _shares(shares, library)
+    if number < 1:
+        raise UserError(f"number is {number}; it must be at least 1")
+    counts: Counter[str] = Counter()
+    dropped: Counter[str] = Counter()
+    seen: set[bytes] = set()
+    characters = 0
+    unfinished = output.with_name(f".{output.name}.part")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(unfinished, "w", encoding="utf-8") as file:
+            for index in range(number):
+                rng = Random(f"{seed} {index}")
+                kind = rng.choices(names, weights)[0]
+                record = _fresh(rng, kind, library, held_out, seen, dropped)
+                line = json.dumps({"id": f"{kind}-{index}", "kind": kind, **record}, ensure_ascii=False)
+                file.write(line + "\n")
+                counts[kind] += 1
+                characters += len(line)
+                on_prompt(1)
+        os.replace(unfinished, output)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return Made(dict(counts.most_common()), characters, dropped["held out"], dropped["repeated"])
+
+
+def _fresh(
+    rng: Random, kind: str, library: Library, held_out: HeldOut, seen: set[bytes], dropped: Counter[str]
+) -> dict[str, Any]:
+    """A prompt that is not there yet and shares nothing with what is held out."""
+    for _ in range(_TRIES):
+        record = KINDS[kind].make(rng, library)
+        texts = _texts(record)
+        key = hashlib.blake2b("\n".join(texts).encode(), digest_size=8).digest()
+        if key in seen:
+            dropped["repeated"] += 1
+        elif not all(held_out.allows(text) for text in texts):
+            dropped["held out"] += 1
+        else:
+            seen.add(key)
+            return record
+    raise UserError(
+        f"no more different prompts of kind {kind!r} are found; ask for fewer, or give more documents"
+    )
+
+
+def _texts(record: dict[str, Any]) -> list[str]:
+    """What is said in it."""
+    if "messages" in record:
+        return [message["content"] for message in record["messages"]]
+    return record["turns"] if "turns" in record else [record["prompt"]]
+
+
+def _shares(shares: Mapping[str, float] | None, library: Library) -> tuple[list[str], list[float]]:
+    """Kinds and weights; by default all kinds that the documents allow."""
+    if shares is None:
+        allowed = {name: kind for name, kind in KINDS.items() if library.has_books or not kind.needs_books}
+        shares = {name: kind.share for name, kind in allowed.items() if kind.share}
+    for name, share in shares.items():
+        if name not in KINDS:
+            raise UserError(f"kind {name!r} is unknown; there are: {', '.join(KINDS)}")
+        if not 0 <= share < float("inf"):
+            raise UserError(f"kind {name}:{share}: a share from 0 up is needed")
+        if share and KINDS[name].needs_books and not library.has_books:
+            raise UserError(f"kind {name!r} quotes books; give documents that have some")
+    if not sum(shares.values()):
+        raise UserError("all shares of the kinds are 0; give one a share")
+    return list(shares), list(shares.values())

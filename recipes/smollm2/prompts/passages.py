@@ -1,0 +1,70 @@
+"""Prompts that quote: summaries, questions, extraction, rewriting, and answers from several passages."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from recipes.smollm2.prompts.library import Library, names_in
+from recipes.smollm2.prompts.wordings import wordings, words
+
+
+def _filled(rng: Random, template: str, text: str) -> dict[str, Any]:
+    names = names_in(text) or ["the narrator"]
+    values = {
+        "{name}": rng.choice(names[:4]),
+        "{n}": str(rng.randint(2, 6)),
+        "{words}": str(rng.choice((20, 30, 50, 80, 100))),
+        "{tone}": rng.choice(words("tones")),
+        "{who}": rng.choice(words("audiences")),
+    }
+    for place, value in values.items():
+        template = template.replace(place, value)
+    return {"prompt": template.replace("{}", text)}
+
+
+def summaries(rng: Random, library: Library) -> dict[str, Any]:
+    """A passage to be summed up."""
+    return _filled(rng, rng.choice(wordings("passages", "summarise")), library.passage(rng, 500, 3000))
+
+
+def extraction(rng: Random, library: Library) -> dict[str, Any]:
+    """A passage to take something out of."""
+    return _filled(rng, rng.choice(wordings("passages", "extract")), library.passage(rng, 300, 1800))
+
+
+def rewriting(rng: Random, library: Library) -> dict[str, Any]:
+    """A passage, or a sentence or two, to be said otherwise."""
+    short = rng.random() < 0.4
+    text = " ".join(library.sentence(rng) for _ in range(rng.randint(1, 2))) if short else None
+    return _filled(rng, rng.choice(wordings("passages", "rewrite")), text or library.passage(rng, 300, 1500))
+
+
+def questions_on_text(rng: Random, library: Library) -> dict[str, Any]:
+    """A passage and a question about it."""
+    return _filled(rng, rng.choice(wordings("passages", "ask")), library.passage(rng, 300, 2200))
+
+
+def retrieval(rng: Random, library: Library) -> dict[str, Any]:
+    """Several passages and a question about one of them."""
+    texts = [library.passage(rng, 250, 700) for _ in range(rng.randint(2, 5))]
+    names = names_in(rng.choice(texts)) or ["the narrator"]
+    others = names_in(" ".join(texts)) or names
+    asked = rng.choice(wordings("passages", "retrieve_asked")).format(
+        name=rng.choice(names[:3]), other=rng.choice(others[:6])
+    )
+    label = rng.choice(wordings("passages", "labels"))
+    joined = "\n\n".join(label.format(number) + text for number, text in enumerate(texts, 1))
+    return {
+        "prompt": rng.choice(wordings("passages", "retrieve")).replace("{q}", asked).replace("{}", joined)
+    }
+
+
+def long_texts(rng: Random, library: Library) -> dict[str, Any]:
+    """Pages of a book or a source file, 4,000 to 26,000 characters, and what to do with them."""
+    length = rng.randint(4_000, 26_000)
+    if library.has_sources and rng.random() < 0.3:
+        return _filled(
+            rng, rng.choice(wordings("passages", "long_code")), library.file(rng, min(length, 20_000))
+        )
+    return _filled(rng, rng.choice(wordings("passages", "long")), library.pages(rng, length))

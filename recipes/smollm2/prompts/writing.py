@@ -1,0 +1,92 @@
+"""Things to write and to talk about: explanations, lists, letters, stories, advice, roles, conversations."""
+
+from __future__ import annotations
+
+import re
+from random import Random
+from typing import Any
+
+from recipes.smollm2.prompts.library import Library
+from recipes.smollm2.prompts.wordings import wordings, words
+
+# An article before a vowel, but for words like "university" and "one".
+_ARTICLE = re.compile(r"\b([Aa]) (?=[aeio])(?!one|eu)")
+_SINGLE = {
+    "a": "names",
+    "b": "names",
+    "who": "audiences",
+    "things": "things",
+    "place": "places",
+    "job": "jobs",
+    "product": "products",
+    "dish": "dishes",
+    "tone": "tones",
+    "genre": "genres",
+    "hero": "characters",
+    "where": "settings",
+}
+
+
+def _drawn(rng: Random, *names: str) -> str:
+    """A wording of one of these sections, its places filled."""
+    template = rng.choice([one for name in names for one in wordings("writing", name)])
+    topics = (*words("science"), *words("society"), *(words("tech") if rng.random() < 0.5 else ()))
+    first, second = rng.sample(topics, 2)
+    values = {place: rng.choice(words(section)) for place, section in _SINGLE.items()}
+    # What the template goes into, `{}`, is for the caller.
+    filled = template.replace("{}", "{{}}").format(t=first, t2=second, n=rng.randint(3, 9), **values)
+    return _ARTICLE.sub(r"\1n ", filled)
+
+
+def _asked(rng: Random, section: str) -> dict[str, Any]:
+    prompt = _drawn(rng, section)
+    for around in ("openings", "endings"):
+        prompt = _drawn(rng, around).format(prompt) if rng.random() < 0.4 else prompt
+    return {"prompt": prompt}
+
+
+def explanations(rng: Random, library: Library) -> dict[str, Any]:
+    """A subject to be explained."""
+    return _asked(rng, "explain")
+
+
+def lists(rng: Random, library: Library) -> dict[str, Any]:
+    """Lists, tables, ideas."""
+    return _asked(rng, "lists")
+
+
+def letters(rng: Random, library: Library) -> dict[str, Any]:
+    """E-mails, letters, advertisements, posts."""
+    return _asked(rng, "letters")
+
+
+def stories(rng: Random, library: Library) -> dict[str, Any]:
+    """Stories, poems, scenes."""
+    return _asked(rng, "stories")
+
+
+def advice(rng: Random, library: Library) -> dict[str, Any]:
+    """How-to questions and advice."""
+    return _asked(rng, "advice")
+
+
+def essays(rng: Random, library: Library) -> dict[str, Any]:
+    """What asks for a long answer."""
+    return {"prompt": _drawn(rng, "essays")}
+
+
+def roles(rng: Random, library: Library) -> dict[str, Any]:
+    """A system message, and then a question."""
+    asked = _drawn(rng, "explain", "advice", "lists", "letters")
+    return {
+        "messages": [
+            {"role": "system", "content": _drawn(rng, "system")},
+            {"role": "user", "content": asked},
+        ]
+    }
+
+
+def conversations(rng: Random, library: Library) -> dict[str, Any]:
+    """Two to four turns."""
+    first = _drawn(rng, "explain", "advice", "lists", "letters", "stories")
+    return {"turns": [first, *(_drawn(rng, "follow") for _ in range(rng.randint(1, 3)))]}

@@ -1,0 +1,188 @@
+"""What a decoding method is: a frozen dataclass whose fields are its options.
+
+Method files import torch only when a round runs, because the command line lists methods and their options
+without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from longspec.decoding.option import Option, option, options_of
+from longspec.errors import UserError
+
+if TYPE_CHECKING:
+    from longspec.config import DraftConfig
+    from longspec.decoding.round import Models
+    from longspec.decoding.slots import Slots
+    from longspec.decoding.tree import TokenTree
+
+# The most nodes of one round, the root counted. The engine keeps so much room behind every text.
+MOST_NODES = 512
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a caller may choose to decode with: a method, or `Auto`."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    """A few words for `--help`."""
+    sized: ClassVar[tuple[str, ...]] = ()
+    """The options that `size` tells."""
+    _options: ClassVar[Mapping[str, Option]]
+
+    def __init_subclass__(cls) -> None:
+        # A dataclass would write its own, and this one is asked for each row of each round.
+        cls.__hash__ = Choice.__hash__  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        for one in self.options().values():
+            object.__setattr__(self, one.name, one.check(getattr(self, one.name)))
+
+    @classmethod
+    def options(cls) -> Mapping[str, Option]:
+        """The options by name."""
+        if "_options" not in vars(cls):
+            cls._options = options_of(cls)
+        return cls._options
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((type(self), *(getattr(self, one.name) for one in fields(self) if one.compare)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def size(self) -> str:
+        """The sizes in short, as in `seq:4`."""
+        return ""
+
+    @classmethod
+    def read_size(cls, size: str) -> dict[str, Any]:
+        """The options that a text of the form of `size` stands for."""
+        raise UserError(f"method {cls.name!r} takes no size, and {size!r} was given")
+
+    @cached_property
+    def label(self) -> str:
+        """The name and every option that is not the default, as `read_label` reads it."""
+        parts = [self.name, self.size]
+        for one in self.options().values():
+            value = getattr(self, one.name)
+            if value != one.default and one.name not in self.sized:
+                parts.append(f"{one.name}={one.format(value)}")
+        return ":".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
+class Auto(Choice):
+    """Have the engine pick the fastest method for each turn, by measurement; see `longspec.engine.auto`."""
+
+    name = "auto"
+    summary = "the fastest by measurement"
+
+    max_nodes: int | None = option(None, "verify no more than so many nodes", least=2)
+
+
+@dataclass(frozen=True)
+class Method(Choice):
+    """A way to propose what the target may say next. Verifying, accepting and committing is the round's.
+
+    What a caller asks for and what the engine runs are of one class: `fit` makes the second of the first.
+    """
+
+    source: ClassVar[Literal["draft", "lookup"] | None] = None
+    """What proposes the tokens: `auto` learns for each source how often a text accepts them."""
+    uses_draft: ClassVar[bool] = False
+    """Whether rounds read what was emitted into the draft's ring."""
+
+    draws: bool = field(default=False, kw_only=True)
+    """Whether nodes are drawn at random, for acceptance by rejection. Set by `fit`."""
+    width: int = field(default=0, kw_only=True)
+    """The most tokens that the draft may have to read at a time. Set by `fit`."""
+
+    @property
+    def num_nodes(self) -> int:
+        """The most nodes of a tree that it proposes, the root counted."""
+        raise NotImplementedError
+
+    @property
+    def depth(self) -> int:
+        """The most tokens that a round may accept."""
+        return self.num_nodes - 1
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Nodes per depth; None where that is not known beforehand, or nothing is proposed."""
+        return None
+
+    @property
+    def drafted_depth(self) -> int:
+        """How deep its own tree goes; a token that is accepted deeper was looked up."""
+        return 0 if self.source == "lookup" else len(self.shape or ())
+
+    @property
+    def num_drafted(self) -> int:
+        """Nodes that stand behind the draft's ring while a tree is drafted, the root counted."""
+        return 0
+
+    def gain(self, acceptance: Mapping[str, Any]) -> float:
+        """Tokens that a round is expected to emit, by what was measured of the draft's acceptance (see
+        `longspec.decoding.expected`)."""
+        return 1.0
+
+    @classmethod
+    def candidates(
+        cls, draft: DraftConfig | None, acceptance: Mapping[str, Any], fused: bool
+    ) -> Iterable[Self]:
+        """What `auto` should time and consider, for a target with this draft; nothing by default."""
+        return ()
+
+    def fit(self, models: Models, draws: bool = False, width: int = 0) -> Self:
+        """The method as it runs with these models: what they cannot do is refused, or left out.
+
+        `draws` asks for nodes that are drawn at random, and `width` is the least to take for `self.width`.
+        """
+        return self
+
+    def in_full(self) -> Self:
+        """The method without what ends some of its rounds early. That is what is timed."""
+        return self
+
+    def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
+        """A tree for every row, whose root is the row's newest token. Where not `sampled`, rows are greedy.
+
+        With `models.fused` it must ask nothing of the host and have fixed shapes, because it is captured.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Chain(Method):
+    """A method that proposes one token after the other."""
+
+    sized = ("gamma",)
+
+    gamma: int = option(4, "length of the chain", least=1, most=MOST_NODES - 1)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.gamma + 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (1,) * self.gamma
+
+    @property
+    def size(self) -> str:
+        return str(self.gamma)
+
+    @classmethod
+    def read_size(cls, size: str) -> dict[str, Any]:
+        if not size.isdecimal():
+            raise UserError(f"method {cls.name!r}: {size!r} is no size; write {cls.name}:4")
+        return {"gamma": int(size)}

@@ -1,0 +1,186 @@
+"""The draft's tree: each round drafts several tokens at every depth and verifies the best of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from longspec.config import DEFAULT_TREE
+from longspec.decoding.expected import chain_gain, chain_rates, conditional
+from longspec.decoding.methods.base import MOST_NODES
+from longspec.decoding.methods.drafted import Drafted
+from longspec.decoding.methods.registry import register
+from longspec.decoding.option import option
+from longspec.errors import UserError
+
+if TYPE_CHECKING:
+    from longspec.config import DraftConfig
+    from longspec.decoding.round import Models
+
+# What `auto` may use, by nodes, and how deep: a larger tree has more to gain from depth.
+TREES = {8: 4, 16: 5, 32: 6, 64: 8}
+# Where rounds are plain (on a CPU) each node costs time; where they are fused, 64 of them fill one tile.
+MOST_NODES_PLAIN = 16
+# Where rounds are fused, trees of `auto` look up so many tokens as well.
+NUM_LOOKUP = 12
+# The chance that all nodes of a depth are wrong falls with their number to this power: 0.22 to 0.38 in drafts
+# of SmolLM2 whose chains of 4 and trees of 64 nodes were both measured.
+BRANCHING = 0.3
+
+
+@register
+@dataclass(frozen=True)
+class Tree(Drafted):
+    """Of each level the best nodes are kept, by cumulative log-probability.
+
+    For acceptance by rejection (`draws`) that would bias the draw. There each node gets the same number of
+    children, and nothing is pruned or looked up.
+    """
+
+    name = "tree"
+    summary = "the draft's tree"
+    sized = ("tree_shape", "max_nodes", "num_lookup")
+
+    tree_shape: tuple[int, ...] = option(DEFAULT_TREE, "nodes per depth", least=1)
+    max_nodes: int | None = option(None, "verify only the best so many nodes, the root counted", least=2)
+    num_lookup: int = option(
+        0, "add a branch of so many tokens from where the text said the same before", least=0, most=64
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_drafted > MOST_NODES:
+            raise UserError(
+                f"tree_shape {list(self.tree_shape)} has {self.num_drafted} nodes with its root; "
+                f"at most {MOST_NODES} are allowed"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tree_shape
+
+    @property
+    def num_nodes(self) -> int:
+        whole = self.num_drafted + self.num_lookup
+        return min(self.max_nodes or whole, whole)
+
+    @property
+    def depth(self) -> int:
+        return min(max(len(self.tree_shape), self.num_lookup), self.num_nodes - 1)
+
+    @property
+    def size(self) -> str:
+        kept = f"@{self.max_nodes}" if self.max_nodes else ""
+        looked_up = f"+{self.num_lookup}" if self.num_lookup else ""
+        return "x".join(map(str, self.tree_shape)) + kept + looked_up
+
+    @classmethod
+    def read_size(cls, size: str) -> dict[str, Any]:
+        found = re.fullmatch(r"(\d+(?:x\d+)*)?(?:@(\d+))?(?:\+(\d+))?", size)
+        if found is None:
+            raise UserError(
+                f"method 'tree': {size!r} is no size; write tree:4x16x16, tree:8x32x32@64 to verify the best "
+                "64 nodes, tree:8x32x32@64+12 to look up to 12 tokens up as well"
+            )
+        shape, kept, looked_up = found.groups()
+        options: dict[str, Any] = {
+            "max_nodes": kept and int(kept),
+            "num_lookup": looked_up and int(looked_up),
+        }
+        if shape:
+            options["tree_shape"] = tuple(map(int, shape.split("x")))
+        return {name: value for name, value in options.items() if value is not None}
+
+    def fit(self, models: Models, draws: bool = False, width: int = 0) -> Self:
+        self.check_draft(models)
+        if draws:
+            shape = _drawn_shape(self.tree_shape)
+            fitted = replace(self, tree_shape=shape, max_nodes=None, num_lookup=0, draws=True)
+        else:
+            assert models.draft is not None
+            # No more than the ring takes in at once.
+            fitted = replace(self, num_lookup=min(self.num_lookup, models.draft.config.window - 1))
+            if fitted.num_nodes == fitted.num_drafted + fitted.num_lookup:
+                fitted = replace(fitted, max_nodes=None)
+        return replace(fitted, width=max(width, fitted.depth + 1))
+
+    def gain(self, acceptance: Mapping[str, Any]) -> float:
+        """What is looked up is not counted."""
+        measured = self._measured(acceptance.get("trees", {}))
+        if measured is not None:
+            return 1 + sum(measured)
+        factor = self._spread ** -_branching(acceptance)
+        rates = chain_rates(acceptance, len(self.tree_shape))
+        return chain_gain([1 - (1 - rate) * factor for rate in rates])
+
+    def _measured(self, trees: Mapping[str, Sequence[float]]) -> Sequence[float] | None:
+        """Acceptance by depth of the tree itself, or of a deeper one that begins like it and keeps as many
+        nodes."""
+        depth = len(self.tree_shape)
+        for key, accepted in trees.items():
+            other = Tree.from_key(key)
+            if replace(other, tree_shape=other.tree_shape[:depth]).key == self.key:
+                return accepted[:depth]
+        return None
+
+    @property
+    def key(self) -> str:
+        """The tree in a draft's table of acceptance: its shape, and the nodes kept of it where not all are,
+        as in "4,16,16/32"."""
+        kept = "" if self.num_nodes > sum(self.tree_shape) else f"/{self.num_nodes}"
+        return ",".join(map(str, self.tree_shape)) + kept
+
+    @classmethod
+    def from_key(cls, key: str) -> Self:
+        """The tree that has this key."""
+        shape, _, kept = key.partition("/")
+        return cls(tuple(map(int, shape.split(","))), int(kept) if kept else None)
+
+    @property
+    def _spread(self) -> float:
+        """Drafted nodes per depth, of those that are verified."""
+        return (replace(self, num_lookup=0).num_nodes - 1) / len(self.tree_shape)
+
+    @classmethod
+    def candidates(
+        cls, draft: DraftConfig | None, acceptance: Mapping[str, Any], fused: bool
+    ) -> Iterable[Tree]:
+        """The trees that were measured with the draft, and for other numbers of nodes the usual ones."""
+        if draft is None:
+            return
+        deepest = draft.max_lag
+        trees = [cls.from_key(key) for key in acceptance.get("trees", {})]
+        known = {tree.num_nodes for tree in trees if len(tree.tree_shape) <= deepest}
+        trees += [_usual(nodes, min(depth, deepest)) for nodes, depth in TREES.items() if nodes not in known]
+        for tree in trees:
+            if tree.num_nodes <= (max(TREES) if fused else MOST_NODES_PLAIN) and len(tree.shape) <= deepest:
+                yield replace(tree, num_lookup=NUM_LOOKUP if fused else 0)
+
+
+def _usual(nodes: int, depth: int) -> Tree:
+    """The best so many nodes of a tree that is drafted wider."""
+    widths = tuple(min(4 if level == 0 else 16, nodes // 2) for level in range(depth))
+    return Tree(widths, nodes)
+
+
+def _drawn_shape(wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """The nodes per depth where each node has the same number of children, at least one."""
+    widths = [1]
+    for width in wanted:
+        widths.append(widths[-1] * max(1, width // widths[-1]))
+    return tuple(widths[1:])
+
+
+def _branching(acceptance: Mapping[str, Any]) -> float:
+    """The power of `BRANCHING`, of this draft where its trees tell."""
+    found = []
+    for key, accepted in acceptance.get("trees", {}).items():
+        spread = Tree.from_key(key)._spread
+        chain = chain_rates(acceptance, len(accepted))
+        missed = [len(accepted) - sum(rates) for rates in (chain, conditional(accepted))]
+        if "chain" in acceptance and min(missed) > 0 and spread > 1:
+            found.append(math.log(missed[0] / missed[1]) / math.log(spread))
+    return max(sum(found) / len(found), 0.0) if found else BRANCHING

@@ -1,0 +1,21 @@
+"""Qwen3, the dense ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from longspec.models.families.base import Family
+
+
+class Qwen3(Family):
+    """Queries and keys are normed by head before they are rotated."""
+
+    name = "qwen3"
+
+    def flags(self, raw: Mapping[str, Any]) -> dict[str, bool]:
+        bias = bool(raw.get("attention_bias", False))
+        return {"qkv_bias": bias, "output_bias": bias, "qk_norm": True}
+
+    def default_head_dim(self, hidden_size: int, num_heads: int) -> int:
+        return 128

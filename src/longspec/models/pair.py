@@ -1,0 +1,55 @@
+"""A target and the draft that is trained for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike, fspath
+
+import torch
+
+from longspec import hub
+from longspec.config import DraftConfig, ModelConfig
+from longspec.models.checkpoint import WeightFiles
+from longspec.models.draft import GlideDraft
+from longspec.models.draft_files import load_draft
+from longspec.models.files import eos_ids, read_config
+from longspec.models.load import load_target
+from longspec.models.target import Transformer
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both with plain weights: a target that is packed for inference passes no gradients."""
+
+    target: Transformer
+    """Frozen."""
+    draft: GlideDraft
+    eos_ids: frozenset[int]
+    """What ends an answer of the target, by its files."""
+
+
+def load_pair(
+    target: str,
+    draft: str | PathLike[str] | None,
+    draft_config: DraftConfig | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    config: ModelConfig | None = None,
+    seed: int | None = None,
+) -> Pair:
+    """Load a target, with the draft of that name or path, or with a fresh one from `draft_config` and `seed`.
+
+    `config` is the target's, where the one beside its weights is not to be read.
+    """
+    folder = hub.resolve(target).folder
+    config = config or read_config(folder)
+    with WeightFiles(folder) as weights:
+        model = load_target(config, weights.tensor, device, dtype, pack=False)
+    if draft is None:
+        made = GlideDraft(config, draft_config or DraftConfig())
+        made.initialise(None if seed is None else torch.Generator().manual_seed(seed))
+        made.to(device=device, dtype=dtype)
+    else:
+        made = load_draft(hub.resolve_draft(fspath(draft)), model, target).draft
+    return Pair(model, made.requires_grad_(True), eos_ids(folder))

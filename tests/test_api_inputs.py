@@ -62,7 +62,7 @@ def test_a_prompt_has_many_forms(tiny: LongSpec) -> None:
         ("Hi", {"stop": b"x"}, "stop is b'x'"),
         ("Hi", {"eos_ids": 5}, "eos_ids is 5"),
         ("Hi", {"gamma": 2.5, "method": "lookup"}, "gamma is 2.5"),
-        ("Hi", {"tree_shape": [2.5]}, "one of tree_shape is 2.5"),
+        ("Hi", {"tree_shape": [2.5], "method": "tree"}, "one of tree_shape is 2.5"),
     ],
 )
 def test_what_has_no_meaning_is_refused_by_name(

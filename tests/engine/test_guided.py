@@ -16,7 +16,7 @@ from longspec.engine.sequence import Sequence
 from tests.decoding.scripted import tiny_draft, tiny_engine, tiny_target
 
 V = 61
-TREE = Tree(tree_shape=(2, 4, 4))
+TREE = Tree((2, 4, 4))
 
 
 @pytest.fixture
@@ -110,8 +110,8 @@ def test_a_constraint_holds_from_the_first_token_to_eos(engine: Engine, sampling
 
 
 def test_a_token_that_was_looked_up_is_told_apart(engine: Engine) -> None:
-    repeated = asked([5, 6, 7, 8] * 6, Lookup(gamma=3), eos_ids=frozenset())
-    drafted = asked(PROMPTS[1], Seq(gamma=3), eos_ids=frozenset())
+    repeated = asked([5, 6, 7, 8] * 6, Lookup(3), eos_ids=frozenset())
+    drafted = asked(PROMPTS[1], Seq(3), eos_ids=frozenset())
     engine.run([repeated, drafted])
     for one in (repeated, drafted):
         is_copied = one is repeated

@@ -29,7 +29,8 @@ from longspec.decoding.methods.tree import NUM_LOOKUP
 from longspec.decoding.sampling import Sampling
 from longspec.engine.costs import known_costs, place_rows
 from longspec.engine.device import Report
-from longspec.engine.engine import IN_FLIGHT, Engine
+from longspec.engine.engine import Engine
+from longspec.engine.loop import IN_FLIGHT
 from longspec.engine.make import make_engine
 from longspec.engine.memory import page_size
 from longspec.errors import UserError

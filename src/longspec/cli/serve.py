@@ -78,4 +78,4 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-SERVE = Command(__doc__ or "", _add_arguments, _run)
+SERVE = Command(__doc__, _add_arguments, _run)

@@ -122,7 +122,7 @@ class Method(Choice):
 
     @property
     def drafted_depth(self) -> int:
-        """How deep its own tree goes; a token that is accepted deeper was looked up."""
+        """How deep drafting goes; what is accepted deeper was looked up."""
         return 0 if self.source == "lookup" else len(self.shape or ())
 
     @property

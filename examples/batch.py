@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from longspec import LongSpec
+from longspec.prompts import Prompt
 
-PROMPTS = [
+PROMPTS: list[Prompt] = [
     "Name a colour.",
     "Write one sentence about the sea.",
     [

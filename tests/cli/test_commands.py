@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.shapes import random_target, shape_named
 from longspec import LongSpec
-from longspec.bench.shapes import random_target, shape_named
 from longspec.cli.chat import _turn
 from longspec.cli.main import main
 from longspec.cli.terminal import figures, printable
@@ -86,6 +86,7 @@ BAD = {
     "both": (("--file", "none.txt", "Hi"), "not both"),
     "method": (("--method", "magic", "Hi"), "'magic'"),
     "words without quotes": (("hi", "there"), 'put it in quotes: "hi there"'),
+    "option of other methods": (("--method", "auto", "--gamma", "3", "Hi"), "has no option 'gamma'"),
     "no number": (("--gamma", "x", "Hi"), "'x'"),
     "misspelt flag": (("--gama", "3", "Hi"), "did you mean --gamma?"),
     "dtype": (("--dtype", "int3", "Hi"), "'int3' is unknown"),

@@ -42,7 +42,7 @@ def samples(asked: Method, draws: bool = True, count: int = SAMPLES, batch: int 
     prompts of all rows computed in one pass."""
     engine, found = engine_of(batch), []
     device, models = engine.device, engine.models
-    method = engine._fitted(asked, draws)
+    method = engine.loop.fit(asked, draws)
     pages = [[*range(1 + 8 * row, 9 + 8 * row)] for row in range(batch)]
     work = Segments.empty(batch, device._fill_tables)
     for part, values in ((work.slots, range(batch)), (work.goals, range(batch)), (work.counts, [5] * batch)):
@@ -204,5 +204,5 @@ def test_a_drawn_tree_is_no_larger_than_it_says(
     monkeypatch.setattr(drafting, "propose", noting)
     tree = Tree(shape, max_nodes)
     engine.run([Sequence([1, 2, 3], 9, Sampling(0.8), method=tree, acceptance="rejection")])
-    assert set(sizes) == {engine._fitted(tree, draws=True).num_nodes}
+    assert set(sizes) == {engine.loop.fit(tree, draws=True).num_nodes}
     assert sizes[0] > sum(shape[:1])

@@ -261,7 +261,7 @@ def test_what_loses_rests_and_no_word_changes(script: str) -> None:
     expected = ask(engine, prompts, sampling=Sampling(0.9), new=new)
     chain = ScriptedSeq(3, answers=answers_of(expected), script=SCRIPTS[script])
     times: Times = {"vanilla": {1: [(1, 1.0)], 2: [(1, 1.0)]}, "seq:3": {1: [(1, 1.4)], 2: [(1, 1.4)]}}
-    engine.policy = Policy((chain,), {"chain": [0.8, 0.6, 0.4]}, Costs(times, (chain,)))
+    engine.loop.policy = Policy((chain,), {"chain": [0.8, 0.6, 0.4]}, Costs(times, (chain,)))
     asked = ask(engine, prompts, AUTO, Sampling(0.9), new=new)
     assert [one.tokens for one in asked] == [one.tokens for one in expected]
     drafted = [one.methods[chain] / one.num_rounds for one in asked]

@@ -129,7 +129,7 @@ def test_a_round_is_one_launch_and_waits_for_nobody(name: str, sampling: Samplin
     ask(engine, PROMPTS[:1], METHODS[name], sampling)
     asked = METHODS[name]
     assert isinstance(asked, Method)
-    method = engine._fitted(asked)
+    method = engine.loop.fit(asked)
     with engine.paused() as device:
         sampled = sampling != Sampling()
         device.slots.running[0] = True

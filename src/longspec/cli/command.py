@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,8 +21,21 @@ class Command:
     """Returns the exit code. None for a command that has commands of its own."""
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Leaves the flags that need not be given out of the first line: there are too many of them."""
+
+    def add_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: str | None = None
+    ) -> None:
+        shown = [action for action in actions if action.required or not action.option_strings]
+        super().add_usage(usage, shown, [], prefix)
+
+
 class Parser(argparse.ArgumentParser):
     """Refuses a bad command line with one line, where argparse prints a page of usage first."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=_Help, **options)
 
     def error(self, message: str) -> NoReturn:
         text = printable(message.removeprefix("argument "))
@@ -38,7 +51,6 @@ def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command
             name,
             help=summary[0].lower() + summary[1:],
             description=command.about,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         added.set_defaults(handler=command.run, parser=added)
         # Without a default, because it would overrule a --debug that stands before the command.

@@ -72,9 +72,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="longspec", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="longspec", description=_DESCRIPTION)
     add_debug(parser, default=False)
     parser.add_argument("--version", action="version", version=f"longspec {__version__}")
     commands = {

@@ -1,0 +1,412 @@
+"""What one turn of the engine does: admit, compute a chunk of prompts, run rounds, read what they emitted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from longspec.decoding.methods import MOST_NODES, VANILLA, Auto, Lookup, Method
+from longspec.engine.auto import Policy
+from longspec.engine.device import Device, Group, Piece, Report
+from longspec.engine.fill import SEGMENT
+from longspec.engine.memory import longest_chunk
+from longspec.engine.scheduler import Scheduler, Seat
+from longspec.engine.sequence import Sequence
+from longspec.errors import UserError
+from longspec.models.draft import ContextHead, DraftHead
+
+# Launches that may be on their way before the host has read the first of them.
+IN_FLIGHT = 2
+# Tokens of a prompt that are computed at a time: alone, if there is memory for it, and while others wait for
+# their next round.
+ALONE, BESIDE = 32768, 2048
+PLAIN_ALONE, PLAIN_BESIDE = 2048, 256
+
+
+@dataclass
+class _Launch:
+    """Something on its way, and whom it is for."""
+
+    reports: list[Report]
+    """One for each round; there are several only of vanilla."""
+    seats: list[tuple[int, Seat, bool | None]]
+    """Rows of the reports, whose they are, and whether there was something to look up."""
+    method: Method | None
+    """Of the round; None for prompts."""
+    width: int = 0
+    """The most tokens that each row may emit."""
+    is_auto: bool = False
+    scores: Report | None = None
+    """What a round of guided sequences tells beside the tokens."""
+
+
+class Loop:
+    """The sequences that are being answered, turn by turn. One thread at a time may use it."""
+
+    def __init__(
+        self, device: Device, scheduler: Scheduler, policy: Policy, candidates: tuple[Method, ...]
+    ) -> None:
+        self.device, self.models, self.scheduler = device, device.models, scheduler
+        self.policy = policy
+        self.ahead = 1
+        """Vanilla rounds that are launched before the host looks at the first of them."""
+        self.num_prompt_tokens, self.num_shared_tokens = 0, 0
+        self.num_rounds: Counter[str] = Counter()
+        self._candidates = candidates
+        self._base_head = self.models.head if isinstance(self.models.head, DraftHead) else None
+        target = self.models.target
+        self._longest_chunk = longest_chunk(target.config, target.dtype, target.device, BESIDE, ALONE)
+        self._fitted: dict[tuple[Method, bool], Method] = {}
+        self._flight: deque[_Launch] = deque()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something to do."""
+        return bool(self.scheduler.seats or self.scheduler.waiting or self._flight)
+
+    @property
+    def width(self) -> int:
+        """The most tokens that the draft may have to read at a time, whatever `auto` ran before."""
+        return max((one.fit(self.models).depth for one in self._candidates), default=0) + 1
+
+    def fit(self, method: Method, draws: bool = False) -> Method:
+        """The method as it runs here."""
+        if (method, draws) not in self._fitted:
+            width = self.width if method in self._candidates else 0
+            self._fitted[method, draws] = method.fit(self.models, draws, width)
+        return self._fitted[method, draws]
+
+    def drain(self) -> None:
+        """Read all that is on its way."""
+        while self._flight:
+            self._read()
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence; its slot and pages are free then."""
+        if sequence.finished:
+            return
+        if sequence in self.scheduler.waiting:
+            self.scheduler.waiting.remove(sequence)
+        for seat in list(self.scheduler.seats.values()):
+            if seat.sequence is sequence:
+                self._release(seat)
+        sequence.finish("closed")
+
+    def fail(self, error: BaseException) -> None:
+        """End every sequence with the error; the engine itself can go on."""
+        sequences = [*(seat.sequence for seat in self.scheduler.seats.values()), *self.scheduler.waiting]
+        self._flight.clear()
+        self.scheduler.waiting.clear()
+        for seat in list(self.scheduler.seats.values()):
+            self.scheduler.release(seat)
+        # What the pages hold may be half written.
+        self.scheduler.pool.forget_all()
+        with contextlib.suppress(Exception):
+            self.device.release(range(self.device.max_rows))
+        for sequence in sequences:
+            sequence.finish("closed", error)
+
+    def turn(self) -> None:
+        """Launch what comes next, and read what is there."""
+        self._admit()
+        launched = self._launch_prompts()
+        for group, seats in self._groups().items():
+            launched |= self._launch_round(group, seats)
+        launched |= self._launch_guided()
+        in_flight = IN_FLIGHT if launched and self.models.target.device.type == "cuda" else 0
+        while len(self._flight) > in_flight:
+            self._read()
+
+    def _admit(self) -> None:
+        seats = self.scheduler.admit()
+        if not seats:
+            return
+        for seat in seats:
+            self.num_prompt_tokens += len(seat.text)
+            self.num_shared_tokens += seat.computed
+            self._reserve(seat.sequence)
+        self._learn_words((token for seat in seats for token in reversed(seat.text)), seats)
+        self.device.admit(
+            [seat.slot for seat in seats],
+            [seat.text for seat in seats],
+            [seat.pages for seat in seats],
+            [seat.sequence.limit for seat in seats],
+            [seat.sequence.seed for seat in seats],
+            [seat.sequence.sampling for seat in seats],
+            [seat.sequence.eos_ids for seat in seats],
+        )
+
+    def _reserve(self, sequence: Sequence) -> None:
+        """Make room for trees that are larger than the default ones."""
+        if not isinstance(sequence.method, Method):
+            return
+        if self.device.reserve_nodes(self.fit(sequence.method, sequence.draws).num_drafted):
+            for seat in self.scheduler.seats.values():
+                seat.num_unread = None
+
+    def _learn_words(self, tokens: Iterable[int], admitted: list[Seat] | None = None) -> None:
+        """Let the draft propose the texts' own words, in its vocabulary or not, where shapes may change."""
+        if self.models.fused or self._base_head is None:
+            return
+        if admitted is not None and len(admitted) == len(self.scheduler.seats):
+            # What was said last comes first: should there be no room for all, it is the likelier.
+            self.models.head = self._base_head.in_context(tokens)
+        elif isinstance(self.models.head, ContextHead):
+            self.models.head.add(tokens)
+
+    def _launch_prompts(self) -> bool:
+        """Compute the next chunk of prompts."""
+        filling = self.scheduler.filling
+        if not filling:
+            return False
+        pieces = self._pieces(filling)
+        sampled = any(_is_sampled(seat.sequence) for seat, _ in pieces)
+        report = self.device.take([piece for _, piece in pieces], sampled)
+        for seat, piece in pieces:
+            self.scheduler.note_computed(seat, piece.count)
+        complete = [(row, seat) for row, (seat, piece) in enumerate(pieces) if piece.is_end]
+        guided = [seat for _, seat in complete if seat.sequence.is_guided]
+        if guided:
+            # Their first tokens are chosen by a guided round as well.
+            self.device.rewind([seat.slot for seat in guided], [seat.text for seat in guided])
+        ends: list[tuple[int, Seat, bool | None]] = [
+            (row, seat, None) for row, seat in complete if not seat.sequence.is_guided
+        ]
+        self._flight.append(_Launch([report], ends, None))
+        for _, seat, _ in ends:
+            seat.num_in_flight += 1
+        return True
+
+    def _pieces(self, filling: list[Seat]) -> list[tuple[Seat, Piece]]:
+        alone = not self.scheduler.running
+        first = filling[0]
+        left = len(first.text) - first.computed
+        if not self.models.fused:
+            return [self._piece(first, first.computed, PLAIN_ALONE if alone else PLAIN_BESIDE)]
+        if left >= BESIDE and self.is_large:
+            return [self._piece(first, first.computed, self._longest_chunk if alone else BESIDE)]
+        pieces: list[tuple[Seat, Piece]] = []
+        for seat in filling:
+            start = seat.computed
+            while start < len(seat.text) and len(pieces) < self.device.MOST_SEGMENTS:
+                pieces.append(self._piece(seat, start, SEGMENT))
+                start += SEGMENT
+        return pieces
+
+    def _piece(self, seat: Seat, start: int, most: int) -> tuple[Seat, Piece]:
+        count = min(most, len(seat.text) - start)
+        return seat, Piece(seat.slot, start, count, start + count == len(seat.text), seat.pages)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a chunk's products take longer than the host takes to launch them: about 0.6 ms a layer."""
+        config = self.models.target.config
+        seconds = 2 * BESIDE * config.num_parameters / 6e14
+        return seconds > 6e-4 * config.num_layers
+
+    def _groups(self) -> dict[Group, list[Seat]]:
+        """The sequences that emit tokens, by what they share."""
+        groups: dict[Group, list[Seat]] = {}
+        for seat in self.scheduler.running:
+            if not seat.sequence.is_guided:
+                groups.setdefault(seat.group, []).append(seat)
+        return groups
+
+    def _launch_guided(self) -> bool:
+        """One round of the sequences that tell probabilities or have a constraint."""
+        guided = [seat for seat in self.scheduler.running if seat.sequence.is_guided]
+        while any(seat.rounds_in_flight for seat in guided):
+            self._read()  # the next masks depend on what was said
+        guided = [seat for seat in guided if self.scheduler.seats.get(seat.slot) is seat]
+        if not guided or not self._have_pages(guided, 1):
+            return bool(guided)
+        self._compact()
+        masks = self._masks(guided)
+        guided = [seat for seat in guided if not seat.sequence.finished]
+        if not guided:
+            return True
+        active = [False] * self.scheduler.num_rows
+        for seat in guided:
+            active[seat.slot] = True
+        sampled = any(_is_sampled(seat.sequence) for seat in guided)
+        num_top = max(seat.sequence.num_logprobs or 0 for seat in guided)
+        report, scores = self.device.guided_round(active, sampled, masks, num_top)
+        seats: list[tuple[int, Seat, bool | None]] = [(seat.slot, seat, None) for seat in guided]
+        self._flight.append(_Launch([report], seats, VANILLA, 1, scores=scores))
+        for seat in guided:
+            seat.num_in_flight += 1
+            seat.rounds_in_flight += 1
+        return True
+
+    def _masks(self, seats: list[Seat]) -> torch.Tensor | None:
+        """What the constraints of these allow, int32 [rows, V / 32]; one that fails ends its sequence."""
+        constrained = [seat for seat in seats if seat.sequence.constraint is not None]
+        if not constrained:
+            return None
+        size = -(-self.models.target.config.vocab_size // 32)
+        masks = torch.full((self.device.max_rows, size), -1, dtype=torch.int32)
+        for seat in constrained:
+            assert seat.sequence.constraint is not None
+            try:
+                seat.sequence.constraint.fill(masks[seat.slot], seat.sequence.tokens)
+            except Exception as error:
+                self._release(seat)
+                seat.sequence.finish("closed", error)
+        return masks
+
+    def _launch_round(self, group: Group, seats: list[Seat]) -> bool:
+        """One round of these rows."""
+        seats = [seat for seat in seats if self.scheduler.seats.get(seat.slot) is seat]
+        if all(self._ends_soon(seat) for seat in seats):
+            return False
+        self._compact()
+        choice, draws = group
+        matches = None
+        if is_auto := isinstance(choice, Auto):
+            choice, matches = self._pick(choice, seats)
+        assert isinstance(choice, Method)
+        method = self.fit(choice, draws)
+        num_rounds = self.ahead if method.num_nodes == 1 else 1
+        width = num_rounds * (method.depth + 1)
+        if not self._have_pages(seats, method.num_nodes - 1 + num_rounds):
+            return True  # some were read or paused to make room: the next turn sees who is left
+        if self.models.fused and method.uses_draft:
+            self._read_into_rings(seats, method.width)
+        num_rows = self.scheduler.num_rows
+        active = [False] * num_rows
+        for seat in seats:
+            active[seat.slot] = True
+        sampled = any(_is_sampled(seat.sequence) for seat in self.scheduler.running)
+        reports = [self.device.round(method, num_rows, active, sampled) for _ in range(num_rounds)]
+        found = [(s.slot, s, None if matches is None else matches[i]) for i, s in enumerate(seats)]
+        self._flight.append(_Launch(reports, found, choice, width, is_auto))
+        for seat in seats:
+            seat.num_in_flight += width
+            seat.rounds_in_flight += num_rounds
+            unread = seat.num_unread
+            seat.num_unread = width if method.uses_draft else None if unread is None else unread + width
+        return True
+
+    def _ends_soon(self, seat: Seat) -> bool:
+        """Whether the rounds on their way are enough, because each emits a token at least."""
+        said = len(seat.sequence.prompt) + len(seat.sequence.tokens)
+        return said + seat.rounds_in_flight >= seat.sequence.limit
+
+    def _pick(self, auto: Auto, seats: list[Seat]) -> tuple[Method, list[bool] | None]:
+        """What `auto` means for these rows this turn, and which of them have something to look up."""
+        matches = None
+        if not self.models.fused and any(one.source == "lookup" for one in self.policy.methods):
+            rows = self.device.slots.first(self.scheduler.num_rows)
+            runs = (Lookup().find(rows)[0] > 0).tolist()
+            matches = [runs[seat.slot] for seat in seats]
+        context = sum(seat.length for seat in seats) // len(seats)
+        num_rows = self.device.bucket(self.scheduler.num_rows)
+        outlooks = [seat.outlook for seat in seats]
+        return self.policy.pick(outlooks, matches, num_rows, context, auto.max_nodes), matches
+
+    def _have_pages(self, seats: list[Seat], num_entries: int) -> bool:
+        """See that every row has pages for what rounds write; False if others had to go for it."""
+        size = self.scheduler.pool.size
+        for seat in seats:
+            # The round may also run behind the text's limit, where only the dump page takes what it writes.
+            end, before = seat.length + num_entries, len(seat.pages)
+            if end <= before * size:
+                continue
+            end = min(end, seat.sequence.limit + MOST_NODES)
+            pages = self.scheduler.grow(seat, end)
+            if pages is None:
+                self._make_room(seat, end)
+                return False
+            if pages:
+                self.device.extend(seat.slot, before, pages)
+        return True
+
+    def _make_room(self, seat: Seat, num_entries: int) -> None:
+        """Let the youngest sequences wait; first see whether one on its way is done."""
+        if self._flight:
+            self.drain()
+            return
+        before, pages = len(seat.pages), None
+        # Taken at once, or the one that waits would take them back.
+        while pages is None and self.scheduler.seats.get(seat.slot) is seat:
+            youngest = list(self.scheduler.seats.values())[-1]
+            if youngest is seat and len(self.scheduler.seats) == 1:
+                self._refuse(seat)
+                return
+            self.device.release([youngest.slot])
+            self.scheduler.pause(youngest, num_entries if youngest is seat else youngest.length + 1)
+            if youngest is not seat:
+                pages = self.scheduler.grow(seat, num_entries)
+        if pages:
+            self.device.extend(seat.slot, before, pages)
+
+    def _refuse(self, seat: Seat) -> None:
+        """End a sequence for which all pages are not enough."""
+        size = self.scheduler.pool.num_pages * self.scheduler.pool.size
+        error = UserError(
+            f"the KV memory of {size} tokens is too small for a text of {seat.length} tokens and a tree; "
+            "give more (kv_memory)"
+        )
+        self._release(seat)
+        seat.sequence.finish("closed", error)
+
+    def _read_into_rings(self, seats: list[Seat], width: int) -> None:
+        """See that the draft has read what its first pass does not take in."""
+        behind = [seat for seat in seats if seat.num_unread is None or seat.num_unread > width]
+        if behind:
+            self.device.read_into_rings([seat.slot for seat in behind])
+
+    def _compact(self) -> None:
+        """Move rows to the front where that makes rounds smaller."""
+        enough = self.device.bucket(max(1, len(self.scheduler.seats)))
+        while (found := self.scheduler.hole(enough)) is not None:
+            seat, slot = found
+            self.device.move(seat.slot, slot)
+            self.scheduler.move(seat, slot)
+
+    def _read(self) -> None:
+        """Hand what the oldest launch reported to its sequences."""
+        launch = self._flight.popleft()
+        reports = [report.read() for report in launch.reports]
+        scores = None if launch.scores is None else launch.scores.read()
+        for row, seat, has_match in launch.seats:
+            if launch.method is None:
+                seat.num_in_flight -= 1
+                emitted = [reports[0][row]]
+            else:
+                seat.num_in_flight -= launch.width
+                seat.rounds_in_flight -= len(reports)
+                emitted = [token for one in reports for token in one[row][1 : 1 + one[row][0]]]
+            if emitted and not seat.sequence.finished:
+                if scores is not None:
+                    seat.sequence.keep_scores(scores[row])
+                self._keep(seat, emitted, launch, has_match)
+
+    def _keep(self, seat: Seat, emitted: list[int], launch: _Launch, has_match: bool | None) -> None:
+        sequence = seat.sequence
+        if launch.method is None:
+            sequence.keep_first(emitted[0])
+        elif len(launch.reports) > 1:
+            sequence.keep_vanilla(emitted, launch.method)
+            self.num_rounds[launch.method.name] += len(emitted)
+        else:
+            sequence.keep_round(emitted, launch.method)
+            self.num_rounds[launch.method.name] += 1
+            if launch.is_auto:
+                self.policy.learn(seat.outlook, launch.method, len(emitted), has_match)
+        self._learn_words(emitted)
+        if sequence.finished and self.scheduler.seats.get(seat.slot) is seat:
+            self._release(seat)
+
+    def _release(self, seat: Seat) -> None:
+        self.device.release([seat.slot])
+        self.scheduler.release(seat)
+
+
+def _is_sampled(sequence: Sequence) -> bool:
+    """Whether its choices need more than the best score."""
+    return not sequence.sampling.greedy or sequence.sampling.repetition_penalty != 1

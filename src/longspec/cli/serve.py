@@ -10,7 +10,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from longspec.cli.arguments import add_method_arguments, add_model_arguments, load, options
+from longspec.cli.arguments import (
+    add_method_arguments,
+    add_model_arguments,
+    load,
+    number,
+    options,
+    whole_number,
+)
 from longspec.cli.command import Command
 
 if TYPE_CHECKING:
@@ -22,27 +29,29 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all of them (%(default)s)"
     )
-    group.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (%(default)s)")
+    group.add_argument(
+        "--port", type=whole_number, default=8000, help="port; 0 takes a free one (%(default)s)"
+    )
     group.add_argument(
         "--api-key-file", metavar="PATH", help="file with keys, one a line; who has none of them is refused"
     )
     group.add_argument(
         "--max-queue",
-        type=int,
+        type=whole_number,
         default=256,
         metavar="N",
         help="answers that may wait beside those that run; more are refused with status 429 (%(default)s)",
     )
     group.add_argument(
         "--max-seconds",
-        type=float,
+        type=number,
         default=600.0,
         metavar="S",
         help="longest time for a request (%(default)s)",
     )
     group.add_argument(
         "--grace-seconds",
-        type=int,
+        type=whole_number,
         default=30,
         metavar="S",
         help="at the end, time for the answers that are under way (%(default)s)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from openai import OpenAI
 
@@ -118,6 +120,7 @@ def test_a_stream_says_the_same_and_ends_as_openai_says(server: Live, client: Op
     assert usage.prompt_tokens_details.cached_tokens == (usage.prompt_tokens - 1) // 16 * 16
 
     body = {"messages": STORY, "max_tokens": 12, "temperature": 0.9, "seed": 2, "stream": True}
+    body["stream_options"] = {"continuous_usage_stats": True}
     raw = httpx.post(f"{server.address}/v1/chat/completions", json=body | {"explain": True}, timeout=60)
     assert raw.headers["content-type"].startswith("text/event-stream")
     events = raw.text.split("\n\n")
@@ -125,6 +128,7 @@ def test_a_stream_says_the_same_and_ends_as_openai_says(server: Live, client: Op
     told = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
     tokens = [token for one in told for token in one.get("tokens", [])]
     assert "".join(token["text"] for token in tokens) == whole.choices[0].message.content
+    assert [one["usage"]["completion_tokens"] for one in told[1:]][-1] == 12
     figures = told[-1]["metrics"]["speculative_decoding"]
     assert sum(token["depth"] > 0 for token in tokens) == figures["num_accepted_draft_tokens"] > 0
     assert figures == whole.metrics["speculative_decoding"]
@@ -466,3 +470,26 @@ def test_the_examples(server: Live, command: tuple[str, str]) -> None:
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "The capital of France is Paris" in done.stdout or "longspec:num_requests_running" in done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["the engine", "the front"])
+def test_neither_process_outlives_the_other(tiny_folder: Path, victim: str) -> None:
+    command = [sys.executable, "-m", "longspec", "serve", "--port", "0", "--no-calibrate"]
+    with subprocess.Popen(
+        [*command, "--target", str(tiny_folder), "--method", "vanilla"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        address = process.stdout.readline().split()[0]
+        engine = psutil.Process(process.pid)
+        (front,) = [one for one in engine.children() if "spawn_main" in " ".join(one.cmdline())]
+        body = {"prompt": "word", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
+            parts = answer.iter_text()
+            assert next(parts)
+            (engine if victim == "the engine" else front).kill()
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                assert "EngineLost" in "".join(parts)
+        assert soon(lambda: not front.is_running() or front.status() == psutil.STATUS_ZOMBIE, 20)
+        process.wait(20)

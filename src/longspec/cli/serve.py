@@ -64,8 +64,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from longspec.server.run import FrontOptions, bind, read_api_keys, serve
     from longspec.server.service import Limits
 
-    given = options(arguments)
-    method = {name: value for name, value in given.items() if value is not None}
+    method = {name: value for name, value in options(arguments).items() if value is not None}
     limits = Limits(arguments.max_queue, arguments.max_seconds)
     keys = read_api_keys(arguments.api_key_file) if arguments.api_key_file else []
 

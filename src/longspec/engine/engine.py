@@ -245,10 +245,6 @@ class Engine:
             method = sequence.method if isinstance(sequence.method, Method) else VANILLA
         return self.loop.fit(method, sequence.draws)
 
-    def num_proposed(self, method: Method) -> int:
-        """Tokens that a round of this method proposes for a row at most."""
-        return self.loop.fit(method).num_nodes - 1
-
     def forget(self) -> None:
         """Let go of all texts that no sequence holds."""
         self._orders.put(("forget", None))

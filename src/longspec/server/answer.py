@@ -137,6 +137,8 @@ class Answer:
             chunk = self._chunk([self._choice(choice, news, body if self._is_chat else {"text": news.text})])
             if self.asked.explain:
                 chunk["tokens"] = choice.origins(news)
+            if self.asked.stream_options is not None and self.asked.stream_options.continuous_usage_stats:
+                chunk["usage"] = self.usage()
             found.append(chunk)
         if found and self.is_finished and all(choice.is_told for choice in self.choices):
             found[-1]["metrics"] = self.metrics()

@@ -131,7 +131,7 @@ class Host:
     def _end(self, sequence: Sequence) -> End:
         error = sequence.error
         is_users_fault = isinstance(error, UserError)
-        proposed = [(rounds, self._engine.num_proposed(one)) for one, rounds in sequence.methods.items()]
+        proposed = [(rounds, method.num_nodes - 1) for method, rounds in sequence.methods.items()]
         return End(
             sequence.finish_reason or "closed",
             None if error is None else str(error) if is_users_fault else type(error).__name__,

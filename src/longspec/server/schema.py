@@ -36,9 +36,12 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """How a stream ends."""
+    """What a stream tells beside the text."""
 
     include_usage: bool = False
+    """At its end."""
+    continuous_usage_stats: bool = False
+    """In every chunk, as load generators for vLLM ask."""
 
 
 class Message(Strict):

@@ -169,8 +169,7 @@ class Service:
     def _prepare(self, asked: Asked) -> tuple[list[Sequence], list[TextStream], str | None]:
         """Tokenise the prompts and make the sequences."""
         prompts = self._prompts(asked)
-        options = asked.options() | (self.defaults if asked.method is None else {"method": asked.method})
-        settings = read_options(options)
+        settings = read_options(asked.options() | self._method(asked))
         self._check_length(asked, max(map(len, prompts)))
         grammar = None
         if asked.is_constrained and asked.response_format is not None:
@@ -179,6 +178,13 @@ class Service:
         for sequence in sequences:
             sequence.num_logprobs = asked.num_logprobs
         return sequences, texts, grammar
+
+    def _method(self, asked: Asked) -> dict[str, Any]:
+        """The method and its options: another method than the server's own takes its own defaults."""
+        if asked.method in (None, self.defaults.get("method", "auto")):
+            return self.defaults
+        kept = {name: value for name, value in self.defaults.items() if name == "acceptance"}
+        return kept | {"method": asked.method}
 
     def _prompts(self, asked: Asked) -> list[list[int]]:
         encoder, size = self.facts.maker.encoder, self.facts.maker.vocab_size

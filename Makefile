@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PROMPT ?= Give three tips for staying healthy.
+API := api options generation errors glide decoding.methods models.families engine.engine engine.sequence
 
-.PHONY: demo test test-full bench clean
+.PHONY: demo test test-full bench docs clean
 
 demo: .venv/ready  ## set up, fetch the default model, answer a sample prompt
 	@echo 'longspec generate --compare "$(PROMPT)"'
@@ -21,6 +22,10 @@ test-full: .venv/ready-test  ## the tests that take minutes as well
 bench: .venv/ready  ## vanilla decoding side by side with transformers
 	$(BIN)/longspec bench generate --baseline hf --methods vanilla --workload repo:512 --max-new-tokens 48
 
+docs: .venv/ready-test  ## the API pages, made from docstrings
+	$(BIN)/pdoc --output-directory build/docs $(API:%=longspec.%)
+	@echo build/docs/index.html
+
 .venv/ready: pyproject.toml constraints.txt scripts/setup
 	@PYTHON="$(PYTHON)" scripts/setup
 
@@ -28,4 +33,4 @@ bench: .venv/ready  ## vanilla decoding side by side with transformers
 	@PYTHON="$(PYTHON)" scripts/setup test
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -12,9 +12,9 @@ from scipy import stats
 from torch import Tensor
 
 from longspec.attention.reference import ReferenceAttention
-from longspec.decoding import rejection
+from longspec.decoding import drafting, rejection
 from longspec.decoding.choose import SamplingRows, filtered
-from longspec.decoding.methods import Lookup, MagicDec, Method, Seq, Tree, glide
+from longspec.decoding.methods import Lookup, MagicDec, Method, Seq, Tree
 from longspec.decoding.sampling import Sampling
 from longspec.decoding.tree import TokenTree
 from longspec.engine.engine import Engine
@@ -194,14 +194,14 @@ def test_a_drawn_tree_is_no_larger_than_it_says(
     """There is just so much room behind the text; and none of what was drawn may be pruned."""
     target = tiny_target(vocab_size=40)
     engine = tiny_engine(target, tiny_draft(target))
-    sizes, propose = [], glide.propose
+    sizes, propose = [], drafting.propose
 
     def noting(*args: Any) -> TokenTree:
         tree = propose(*args)
         sizes.append(tree.num_nodes)
         return tree
 
-    monkeypatch.setattr(glide, "propose", noting)
+    monkeypatch.setattr(drafting, "propose", noting)
     tree = Tree(shape, max_nodes)
     engine.run([Sequence([1, 2, 3], 9, Sampling(0.8), method=tree, acceptance="rejection")])
     assert set(sizes) == {engine.loop.fit(tree, draws=True).num_nodes}

@@ -17,7 +17,8 @@ from longspec import Generation, LongSpec, UserError
 from longspec.api import prepare_draft
 from longspec.cache import DraftRing
 from longspec.config import DraftConfig
-from longspec.decoding.methods import VANILLA, Lookup, MagicDec, Method, Tree, glide
+from longspec.decoding import drafting as drafts
+from longspec.decoding.methods import VANILLA, Lookup, MagicDec, Method, Tree
 from longspec.decoding.round import Models
 from longspec.decoding.sampling import Sampling
 from longspec.decoding.slots import Slots
@@ -357,12 +358,12 @@ def test_a_chain_proposes_what_a_tree_one_node_wide_does(
     expected = run(VANILLA)
     chain = run(Tree((1,) * 5, max_nodes))
 
-    class AsTree(glide._PlainDrafting):
+    class AsTree(drafts._PlainDrafting):
         def __post_init__(self) -> None:
             self.chain = False
             super().__post_init__()
 
-    monkeypatch.setattr(glide, "_PlainDrafting", AsTree)
+    monkeypatch.setattr(drafts, "_PlainDrafting", AsTree)
     as_tree = run(Tree((1,) * 5, max_nodes))
     for one, other, truth in zip(chain, as_tree, expected, strict=True):
         assert one.tokens == other.tokens == truth.tokens

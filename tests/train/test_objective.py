@@ -13,7 +13,8 @@ from torch import Tensor
 from longspec.config import DraftConfig
 from longspec.data.collate import collate
 from longspec.data.shards import Packed, Role
-from longspec.decoding.methods import Seq, glide
+from longspec.decoding import drafting
+from longspec.decoding.methods import Seq
 from longspec.decoding.tree import TokenTree
 from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
@@ -101,14 +102,14 @@ def test_training_scores_equal_those_of_decoding_for_the_same_tokens_and_lag(
 ) -> None:
     target, draft = make(CONFIGS[name])
     prompt = np.random.default_rng(3).integers(0, target.config.vocab_size, prompt_length).tolist()
-    chains, propose = [], glide.propose
+    chains, propose = [], drafting.propose
 
     def recorded(*arguments: Any) -> TokenTree:
         tree = propose(*arguments)
         chains.append(tree.tokens[0].tolist())
         return tree
 
-    monkeypatch.setattr(glide, "propose", recorded)
+    monkeypatch.setattr(drafting, "propose", recorded)
     recording = Recording(target, draft.vocab_ids)
     engine = make_engine(target, draft, recording, max_rows=1, max_length=64)
     list(engine.run_each([Sequence(prompt, 8, method=Seq(gamma=4))]))

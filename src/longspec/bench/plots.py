@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from longspec.bench.summary import ALL, Figures
 
-if TYPE_CHECKING:
-    from longspec.bench.latency import Latencies
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A picture of a run."""
-
-    draw: Callable[[Sequence[Figures]], Any]
-    """Gives a matplotlib figure, or None where there is nothing to show."""
-    caption: str
+CAPTIONS = {
+    "speedup": "Decoding speed against vanilla in the same run.",
+    "acceptance_by_depth": "How many rounds kept a drafted token at each depth, by kind of prompt.",
+}
 
 
 def can_draw() -> bool:
@@ -29,35 +21,34 @@ def can_draw() -> bool:
 
 
 def draw_all(figures: Sequence[Figures]) -> dict[str, bytes]:
-    """PNG pictures by name; those that have something to show. None at all without matplotlib."""
+    """PNG pictures by name, where there is something to show; nothing without matplotlib."""
     if not can_draw():
         return {}
-    drawn = {name: plot.draw(figures) for name, plot in PLOTS.items()}
+    drawn = {"speedup": _draw_speedup(figures), "acceptance_by_depth": _draw_acceptance(figures)}
     return {name: to_png(figure) for name, figure in drawn.items() if figure is not None}
 
 
 def to_png(figure: Any) -> bytes:
-    """A matplotlib figure as the bytes of a PNG."""
     buffer = io.BytesIO()
-    # Without the version of matplotlib, the same figures give the same bytes.
+    # Without matplotlib's version in it, the same figures give the same bytes.
     figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
     return buffer.getvalue()
 
 
-def _canvas(width: float, height: float) -> Any:
+def canvas_of(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def _group(one: Figures, figures: Sequence[Figures]) -> str:
-    """The prompts of a line, with no more words than tell them apart from the others."""
+    """The shortest name that tells these prompts from the others."""
     name = one.name if len({other.workload for other in figures}) > 1 else one.kind
     return name if len({other.temperature for other in figures}) == 1 else f"{name}, T={one.temperature:g}"
 
 
 def _draw_speedup(figures: Sequence[Figures]) -> Any:
-    """Lines over the prompt's length where kinds are lengths, else bars by kind."""
+    """Lines over the prompt's length where the kinds are lengths, otherwise bars by kind."""
     measured = [one for one in figures if "vanilla" in one.speedup and one.method != "vanilla"]
     if not measured:
         return None
@@ -71,7 +62,7 @@ def _draw_bars(figures: Sequence[Figures]) -> Any:
     groups = list(dict.fromkeys(_group(one, figures) for one in figures))
     methods = list(dict.fromkeys(one.method for one in figures))
     thickness = 0.8 / len(methods)
-    canvas = _canvas(7, 1.2 + 0.24 * len(groups) * max(len(methods), 2))
+    canvas = canvas_of(7, 1.2 + 0.24 * len(groups) * max(len(methods), 2))
     axes = canvas.subplots()
     for number, method in enumerate(methods):
         own = {_group(one, figures): one.speedup["vanilla"] for one in figures if one.method == method}
@@ -91,7 +82,7 @@ def _draw_bars(figures: Sequence[Figures]) -> Any:
 
 
 def _draw_lines(figures: Sequence[Figures]) -> Any:
-    canvas = _canvas(7, 3.6)
+    canvas = canvas_of(7, 3.6)
     axes = canvas.subplots()
     lines: dict[str, list[Figures]] = {}
     for one in sorted(figures, key=lambda one: one.prompt_tokens):
@@ -119,13 +110,13 @@ def _draw_acceptance(figures: Sequence[Figures]) -> Any:
     if not drafted:
         return None
     groups = list(dict.fromkeys(_group(one, drafted) for one in drafted))
-    canvas = _canvas(7, 0.6 + 2.6 * len(methods))
+    canvas = canvas_of(7, 0.6 + 2.6 * len(methods))
     panels = canvas.subplots(len(methods), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     shown: dict[str, Any] = {}
     for method, axes in zip(methods, panels, strict=True):
         for one in (one for one in drafted if one.method == method):
             group, depths = _group(one, drafted), range(1, len(one.acceptance) + 1)
-            # Ten colours; with more kinds they come again with another line.
+            # There are ten colours; further kinds use them again with a dashed line.
             number = groups.index(group)
             style = "-" if number < 10 else "--"
             (shown[group],) = axes.plot(depths, one.acceptance, style, color=f"C{number % 10}", marker="o")
@@ -135,40 +126,3 @@ def _draw_acceptance(figures: Sequence[Figures]) -> Any:
     panels[-1].set_xlabel("depth")
     canvas.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize="small")
     return canvas
-
-
-PLOTS = {
-    "speedup": Plot(_draw_speedup, "Decoding speed against vanilla in the same run."),
-    "acceptance_by_depth": Plot(
-        _draw_acceptance, "How many rounds kept a drafted token at each depth, by kind of prompt."
-    ),
-}
-
-
-def draw_latency(run: Latencies) -> bytes:
-    """Milliseconds and ratio of steps and rounds by context."""
-    canvas = _canvas(11, 4)
-    times, ratios = canvas.subplots(1, 2)
-    for number, batch in enumerate(run.setting.batches):
-        own = [line for line in run.lines if line.batch == batch]
-        contexts = [line.context for line in own]
-        style = {"color": f"C{number}", "marker": "o"}
-        times.plot(contexts, [one.greedy.round.median for one in own], label=f"round, batch {batch}", **style)
-        steps = [one.greedy.step.median for one in own]
-        times.plot(contexts, steps, linestyle="--", label=f"vanilla step, batch {batch}", **style)
-        floors = [one.floor for one in own]
-        times.plot(contexts, floors, linestyle=":", label=f"floor, batch {batch}", **style)
-        ratio = [one.greedy.ratio.median for one in own]
-        ratios.plot(contexts, ratio, label=f"greedy, batch {batch}", **style)
-        if run.setting.sampling is not None:
-            ratio = [one.sampled.ratio.median for one in own if one.sampled]
-            ratios.plot(contexts, ratio, linestyle="--", label=f"sampled, batch {batch}", **style)
-    times.set(ylabel="milliseconds", yscale="log", title=f"{run.setting.shape}, {run.device}")
-    ratios.set(ylabel="round / vanilla step", ylim=(0, None))
-    for axes in (times, ratios):
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.set_xlabel("context, tokens")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    return to_png(canvas)

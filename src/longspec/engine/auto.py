@@ -30,20 +30,17 @@ class Outlook:
 
     def __init__(self, temperature: float) -> None:
         self._start = {"draft": max(1 - self.COOLS * temperature, 0.3), "lookup": 1.0}
-        self._share = dict(self._start)
-
-    def expects(self, source: str | None, gained: float) -> float:
-        """Tokens of a round, where `gained` is what a round gains on average."""
-        return gained if source is None else 1 + self._share[source] * (gained - 1)
+        self.shares = dict(self._start)
+        """By source: the share of the accepted tokens of an average round that this sequence accepts."""
 
     def learn(self, source: str | None, gained: float, emitted: int) -> None:
         """A round, which gains so much on average, emitted so many tokens; None: nothing was proposed."""
         for one, start in self._start.items():
             if one == source:
                 found = min((emitted - 1) / max(gained - 1, 0.01), self.MOST)
-                self._share[one] += self.LEARNS * (found - self._share[one])
+                self.shares[one] += self.LEARNS * (found - self.shares[one])
             else:
-                self._share[one] += self.RETURNS * (start - self._share[one])
+                self.shares[one] += self.RETURNS * (start - self.shares[one])
 
 
 def candidates(draft: GlideDraft | None, acceptance: Mapping[str, Any], fused: bool) -> tuple[Method, ...]:
@@ -87,19 +84,20 @@ class Policy:
 
         `matches` tells which rows have something to look up, where the host knows.
         """
+        has_match = [ASSUMED_MATCHES] * len(outlooks) if matches is None else matches
+        shares = {
+            None: len(outlooks),
+            "draft": sum(one.shares["draft"] for one in outlooks),
+            "lookup": sum(
+                one.shares["lookup"] * match for one, match in zip(outlooks, has_match, strict=True)
+            ),
+        }
         best: Method = VANILLA
         most = LEAST_SPEED * len(outlooks) / self.costs.seconds(VANILLA, num_rows, context)
         for method in self.methods:
             if max_nodes is not None and method.num_nodes > max_nodes:
                 continue
-            expected, gained = 0.0, self.gain(method)
-            for index, outlook in enumerate(outlooks):
-                if method.source != "lookup":
-                    expected += outlook.expects(method.source, gained)
-                elif matches is None:
-                    expected += outlook.expects("lookup", 1 + ASSUMED_MATCHES * (gained - 1))
-                else:
-                    expected += outlook.expects("lookup", gained) if matches[index] else 1.0
+            expected = len(outlooks) + shares[method.source] * (self.gain(method) - 1)
             promised = expected / self.costs.seconds(method, num_rows, context)
             if promised > most:
                 best, most = method, promised

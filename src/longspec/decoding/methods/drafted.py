@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drafted(Method):
-    """The draft expands a tree of `shape`, level by level; see `longspec.decoding.methods.glide`."""
+    """The draft expands a tree of `shape`, level by level; see `longspec.decoding.drafting`."""
 
     source = "draft"
     uses_draft = True
@@ -45,6 +45,6 @@ class Drafted(Method):
             )
 
     def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
-        from longspec.decoding.methods.glide import propose
+        from longspec.decoding.drafting import propose
 
         return propose(self, models, rows, sampled)

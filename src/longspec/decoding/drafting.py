@@ -1,4 +1,4 @@
-"""Drafting with GLIDE: a chain or a tree, level by level, each level one pass of the draft."""
+"""How the draft makes a chain or a tree: level by level, each level one pass."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Crowd:
         self.server, self.counts = server, Counter[str]()
         self.faults: list[str] = []
         self.expected = [
-            self._whole(httpx.Client(base_url=server.address, timeout=120), body) for body in BODIES
+            self._whole(httpx.Client(base_url=server.address, timeout=600), body) for body in BODIES
         ]
         self.over = threading.Event()
 
@@ -101,7 +101,7 @@ class Crowd:
     def visit(self, seed: int) -> None:
         """One client."""
         chance = random.Random(seed)
-        client = httpx.Client(base_url=self.server.address, timeout=120)
+        client = httpx.Client(base_url=self.server.address, timeout=600)
         while not self.over.is_set():
             number, kind = chance.randrange(len(BODIES)), chance.random()
             body, expected = BODIES[number], self.expected[number]

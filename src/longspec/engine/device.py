@@ -17,14 +17,14 @@ from torch import Tensor
 
 from longspec.cache import DraftRing
 from longspec.decoding.guided import run_guided
-from longspec.decoding.methods import MOST_NODES, Choice, Method
+from longspec.decoding.methods import MOST_NODES, Method, MethodChoice
 from longspec.decoding.round import Models, run_round
 from longspec.decoding.sampling import Sampling
 from longspec.decoding.slots import MOST_EOS, Slots
 from longspec.engine.fill import SEGMENT, Segments, read_into_rings, take_chunk, take_segments
 from longspec.engine.graph import capture
 
-Group = tuple[Choice, bool]
+Group = tuple[MethodChoice, bool]
 """What sequences of one round share: what they asked to decode with, and whether nodes are drawn."""
 
 

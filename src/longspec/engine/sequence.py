@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from longspec.decoding.accept import AcceptanceRule
-from longspec.decoding.methods import Auto, Choice, Method
+from longspec.decoding.methods import Auto, Method, MethodChoice
 from longspec.decoding.sampling import Sampling
 
 Logprobs = tuple[float, list[tuple[int, float]]]
@@ -39,7 +39,7 @@ class Sequence:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     eos_ids: frozenset[int] = frozenset()
-    method: Choice = field(default_factory=Auto)
+    method: MethodChoice = field(default_factory=Auto)
     stop_after: Callable[[int], bool] | None = None
     """Told of every kept token; True ends the sequence there (a stop string is complete)."""
     on_news: Callable[[Sequence], object] | None = None

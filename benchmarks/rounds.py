@@ -14,9 +14,9 @@ from functools import partial
 
 import torch
 
+from benchmarks.shapes import fill_pages
 from longspec import LongSpec
 from longspec.api import prepare_draft
-from longspec.bench.shapes import fill_pages
 from longspec.config import DraftConfig
 from longspec.decoding.methods import VANILLA, Method, Seq
 from longspec.decoding.round import forward_chain_or_tree, run_round

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.shapes import random_target, shape_named
 from longspec import LongSpec
-from longspec.bench.shapes import random_target, shape_named
 from longspec.cli.chat import _turn
 from longspec.cli.main import main
 from longspec.cli.terminal import figures, printable

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.shapes import shape_named
 from longspec import LongSpec
-from longspec.bench.shapes import shape_named
 from longspec.cache import DraftRing, Pages
 from longspec.cli.main import main
 from longspec.config import DraftConfig

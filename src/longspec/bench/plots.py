@@ -6,12 +6,9 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from longspec.bench.summary import ALL, Figures
-
-if TYPE_CHECKING:
-    from longspec.bench.latency import Latencies
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ def to_png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _canvas(width: float, height: float) -> Any:
+def canvas_of(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -71,7 +68,7 @@ def _draw_bars(figures: Sequence[Figures]) -> Any:
     groups = list(dict.fromkeys(_group(one, figures) for one in figures))
     methods = list(dict.fromkeys(one.method for one in figures))
     thickness = 0.8 / len(methods)
-    canvas = _canvas(7, 1.2 + 0.24 * len(groups) * max(len(methods), 2))
+    canvas = canvas_of(7, 1.2 + 0.24 * len(groups) * max(len(methods), 2))
     axes = canvas.subplots()
     for number, method in enumerate(methods):
         own = {_group(one, figures): one.speedup["vanilla"] for one in figures if one.method == method}
@@ -91,7 +88,7 @@ def _draw_bars(figures: Sequence[Figures]) -> Any:
 
 
 def _draw_lines(figures: Sequence[Figures]) -> Any:
-    canvas = _canvas(7, 3.6)
+    canvas = canvas_of(7, 3.6)
     axes = canvas.subplots()
     lines: dict[str, list[Figures]] = {}
     for one in sorted(figures, key=lambda one: one.prompt_tokens):
@@ -119,7 +116,7 @@ def _draw_acceptance(figures: Sequence[Figures]) -> Any:
     if not drafted:
         return None
     groups = list(dict.fromkeys(_group(one, drafted) for one in drafted))
-    canvas = _canvas(7, 0.6 + 2.6 * len(methods))
+    canvas = canvas_of(7, 0.6 + 2.6 * len(methods))
     panels = canvas.subplots(len(methods), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     shown: dict[str, Any] = {}
     for method, axes in zip(methods, panels, strict=True):
@@ -143,32 +140,3 @@ PLOTS = {
         _draw_acceptance, "How many rounds kept a drafted token at each depth, by kind of prompt."
     ),
 }
-
-
-def draw_latency(run: Latencies) -> bytes:
-    """Milliseconds and ratio of steps and rounds by context."""
-    canvas = _canvas(11, 4)
-    times, ratios = canvas.subplots(1, 2)
-    for number, batch in enumerate(run.setting.batches):
-        own = [line for line in run.lines if line.batch == batch]
-        contexts = [line.context for line in own]
-        style = {"color": f"C{number}", "marker": "o"}
-        times.plot(contexts, [one.greedy.round.median for one in own], label=f"round, batch {batch}", **style)
-        steps = [one.greedy.step.median for one in own]
-        times.plot(contexts, steps, linestyle="--", label=f"vanilla step, batch {batch}", **style)
-        floors = [one.floor for one in own]
-        times.plot(contexts, floors, linestyle=":", label=f"floor, batch {batch}", **style)
-        ratio = [one.greedy.ratio.median for one in own]
-        ratios.plot(contexts, ratio, label=f"greedy, batch {batch}", **style)
-        if run.setting.sampling is not None:
-            ratio = [one.sampled.ratio.median for one in own if one.sampled]
-            ratios.plot(contexts, ratio, linestyle="--", label=f"sampled, batch {batch}", **style)
-    times.set(ylabel="milliseconds", yscale="log", title=f"{run.setting.shape}, {run.device}")
-    ratios.set(ylabel="round / vanilla step", ylim=(0, None))
-    for axes in (times, ratios):
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.set_xlabel("context, tokens")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    return to_png(canvas)

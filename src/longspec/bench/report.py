@@ -6,17 +6,12 @@ import base64
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from longspec.bench.environment import command_line, machine
 from longspec.bench.folder import Row, read_run
 from longspec.bench.plots import PLOTS, draw_all
 from longspec.bench.summary import ALL, Figures, Spread, summarise
 from longspec.models.files import write_whole
-from longspec.models.placement import gigabytes
-
-if TYPE_CHECKING:
-    from longspec.bench.latency import Latencies, Latency
 
 MAIN = (
     *("prompts", "T", "method", "tokens/s", "speedup", "tau", "no loops", "prefill s", "memory"),
@@ -129,71 +124,6 @@ def markdown(figures: Sequence[Figures], run: Mapping[str, Any]) -> str:
         parts += ["Against `transformers` in the same run:", table(header, lines)]
     parts += [f"Left out: {name}: {why}." for name, why in run.get("left_out", {}).items()]
     return "\n\n".join(parts) + "\n"
-
-
-def latency_markdown(run: Latencies, tau: float | None = None) -> str:
-    """The costs of steps and rounds."""
-    setting = run.setting
-    facts = machine(run.device, run.dtype).items()
-    how = "captured and replayed" if run.replays else "run by the host"
-    parts = [
-        f"`{command_line()}`",
-        ", ".join(f"{name} {value}" for name, value in facts if value is not None),
-        f"Shape {setting.shape} with random weights and KV; rounds {how}; vanilla and tree by turns, "
-        f"{setting.rounds} rounds at a time, {repeats_text(setting.repeats)}. The floor reads weights and KV "
-        f"once, at the {run.bandwidth / 1e9:,.1f} GB/s of a large copy.",
-    ]
-    if run.lines:
-        parts += [_cost_table(run.lines, tau), _memory_table(run.lines), _ring_text(run.lines)]
-        if run.device.type == "cpu":
-            parts.append("The peak is that of the whole process.")
-    if setting.sampling is not None:
-        sampling = f"temperature {setting.sampling.temperature:g}, top-p {setting.sampling.top_p:g}"
-        parts.append(f"Sampled: {sampling}; *more*: how much longer its round takes than greedy's.")
-    parts += [f"Context {one.context:,}, batch {one.batch}: {one.why}." for one in run.missing]
-    return "\n\n".join(parts) + "\n"
-
-
-def _cost_table(lines: Sequence[Latency], tau: float | None) -> str:
-    header = ["context", "batch", "tree", "nodes", "choice", "step ms", "of the floor", "tokens/s"]
-    header += ["round ms", "rounds/s", "round / step", "more"]
-    header += [] if tau is None else [f"tokens/s at tau {tau:g}"]
-    rows = []
-    for line in lines:
-        for name, mode in line.modes.items():
-            speeds = [f"{speed:,.0f}" for speed in line.speeds(mode, tau).values()]
-            more = line.sampling_costs if name == "sampled" else None
-            tree = ",".join(map(str, line.tree_shape))
-            rows.append(
-                [
-                    *(f"{line.context:,}", str(line.batch), tree, str(line.nodes), name),
-                    *(spread(mode.step, 3), f"{line.floor / mode.step.median:.2f}", speeds[0]),
-                    *(spread(mode.round, 3), speeds[1], spread(mode.ratio)),
-                    *("-" if more is None else f"{more:+.0%}", *speeds[2:]),
-                ]
-            )
-    return table(header, rows)
-
-
-def _memory_table(lines: Sequence[Latency]) -> str:
-    header = ("context", "batch", "weights", "KV", "draft weights", "draft KV a row", "peak", "beyond")
-    rows = [
-        [
-            *(f"{line.context:,}", str(line.batch), gigabytes(line.weights_bytes), gigabytes(line.kv_bytes)),
-            *(gigabytes(line.draft_weights_bytes), f"{line.draft_kv_bytes:,} bytes"),
-            *(gigabytes(line.peak_memory), gigabytes(line.beyond)),
-        ]
-        for line in lines
-    ]
-    return table(header, rows)
-
-
-def _ring_text(lines: Sequence[Latency]) -> str:
-    """What the draft's constant memory comes to. Its size follows the tree, so trees are told apart."""
-    sizes = {(line.tree_shape, line.draft_kv_bytes) for line in lines}
-    same = len(sizes) == len({shape for shape, _ in sizes})
-    about = "the same at every context and batch" if same else "NOT the same at every context and batch"
-    return f"The draft's KV of a row is {about}; *beyond* is the peak without the target's weights and KV."
 
 
 # The page; whatever a model wrote is escaped

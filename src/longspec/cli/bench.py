@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspec.cli.arguments import add_model_arguments, load, numbers, whole_number, whole_numbers
-from longspec.cli.bench_speed import LATENCY, LOAD, TRAIN
+from longspec.cli.bench_load import LOAD
 from longspec.cli.command import Command, add_commands
 from longspec.decoding.methods.registry import choices, choose_method, find
 
@@ -37,8 +37,6 @@ longspec bench context --source meetings.jsonl --lengths 1024,4096 --methods tre
 longspec bench load --rates 2,5,10 --requests 200   requests that arrive one by one, and how long each waits
 longspec bench acceptance RUN --draft my-draft      what auto plans by, into the draft's folder
 longspec bench report RUN                           one HTML page of a run, or of several
-longspec bench latency --shape llama3-8b --context 4096 131072       cost of steps and rounds, random weights
-longspec bench train --shape llama3-8b --seq-length 32768      training speed and memory, random weights
 """
 _PUBLISHED_TREE = (4, 16, 16, 16, 16)
 
@@ -370,8 +368,6 @@ _COMMANDS = {
     ),
     "aime": Command("Run the published experiment on AIME 2024, with its flags.", _add_aime, _aime),
     "load": LOAD,
-    "latency": LATENCY,
-    "train": TRAIN,
     "acceptance": Command(
         "Put what runs measured of a draft into its folder: the table of auto, and the card.",
         _add_acceptance,

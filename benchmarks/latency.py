@@ -6,22 +6,17 @@ Tokens that random weights draft are hardly ever accepted; what a round costs do
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
+from benchmarks.shapes import fill_pages, random_target, shape_named
 from longspec.api import prepare_draft
 from longspec.attention import choose_backend
-from longspec.bench.environment import PeakMemory, command_line, copy_bandwidth, machine
-from longspec.bench.plots import can_draw, draw_latency
-from longspec.bench.report import latency_markdown
-from longspec.bench.shapes import fill_pages, random_target, shape_named
+from longspec.bench.environment import PeakMemory, copy_bandwidth
 from longspec.bench.summary import Spread
 from longspec.config import DEFAULT_TREE, DraftConfig, ModelConfig
 from longspec.decoding.methods import MOST_NODES, VANILLA, Method, Tree
@@ -35,7 +30,6 @@ from longspec.engine.make import make_engine
 from longspec.engine.memory import page_size
 from longspec.errors import UserError
 from longspec.models.draft import DraftHead, GlideDraft
-from longspec.models.files import write_whole
 from longspec.models.layers import pack_linears
 from longspec.models.placement import (
     check_fits,
@@ -331,43 +325,3 @@ def read_bytes(config: ModelConfig, dtype: torch.dtype, context: int, batch: int
     unread = 0 if config.tied_head else config.vocab_size * config.hidden_size
     kv = batch * context * config.kv_bytes_per_token(dtype.itemsize)
     return (config.num_parameters - unread) * dtype.itemsize + kv
-
-
-def to_json(run: Latencies, tau: float | None) -> dict[str, Any]:
-    """Everything, for machines."""
-    return {
-        "command": command_line(),
-        "environment": machine(run.device, run.dtype),
-        "setting": asdict(run.setting),
-        "replays": run.replays,
-        "bandwidth": run.bandwidth,
-        "lines": [_line_to_json(line, tau) for line in run.lines],
-        "missing": [asdict(one) for one in run.missing],
-    }
-
-
-def _line_to_json(line: Latency, tau: float | None) -> dict[str, Any]:
-    values = asdict(line) | {
-        "share_of_floor": line.floor / line.greedy.step.median,
-        "memory_beyond_weights_and_kv": line.beyond,
-        "sampling_costs": line.sampling_costs,
-    }
-    for name, mode in line.modes.items():
-        values[name] |= line.speeds(mode, tau)
-    return values
-
-
-def write_report(run: Latencies, folder: Path, tau: float | None) -> None:
-    """Put latency.json, latency.md and, where matplotlib is there, latency.png into a folder."""
-    files = {
-        "latency.json": json.dumps(to_json(run, tau), indent=1).encode() + b"\n",
-        "latency.md": latency_markdown(run, tau).encode(),
-    }
-    if run.lines and can_draw():
-        files["latency.png"] = draw_latency(run)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            write_whole(folder / name, data)
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error

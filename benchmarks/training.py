@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from benchmarks.shapes import random_target, shape_named
 from longspec.bench.environment import now
-from longspec.bench.shapes import random_target, shape_named
 from longspec.config import DraftConfig, ModelConfig
 from longspec.data.collate import collate
 from longspec.data.shards import Packed, Role

@@ -1,0 +1,122 @@
+"""`longspec bench load`: requests that arrive one by one, and how long each waits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longspec.cli.arguments import add_model_arguments, load, number, numbers, whole_number
+from longspec.cli.command import Command
+
+if TYPE_CHECKING:
+    from longspec.bench.load import LoadRun, Percentiles
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    rates = parser.add_mutually_exclusive_group()
+    rates.add_argument(
+        "--rates", type=numbers, metavar="R,R,...", help="requests per second, one after the other"
+    )
+    rates.add_argument(
+        "--shares",
+        type=numbers,
+        metavar="S,S,...",
+        help="the same, as shares of what is answered when all are submitted at once, which is measured "
+        "first (default: 0.3,0.6,0.9)",
+    )
+    parser.add_argument("--workload", default="builtin", metavar="NAME", help="as for bench generate")
+    parser.add_argument("--data", metavar="FOLDER", help="as for bench generate")
+    parser.add_argument(
+        "--requests",
+        type=whole_number,
+        default=64,
+        metavar="N",
+        help="at each rate; prompts are repeated as often as it takes (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=whole_number, default=64, metavar="N", help="longest answer (%(default)s)"
+    )
+    parser.add_argument("--method", default="auto", help="as one of bench generate's --methods (%(default)s)")
+    parser.add_argument("--temperature", type=number, default=0.0, metavar="T", help="(%(default)s)")
+    parser.add_argument("--seed", type=whole_number, default=0, help="of arrivals and answers (%(default)s)")
+    parser.add_argument("--output", metavar="FILE", help="write the JSON to this file too")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_model_arguments(parser)
+
+
+def _load(arguments: argparse.Namespace) -> int:
+    from longspec.bench.catalogue import check_name, load_workload
+    from longspec.bench.load import LoadSetting, measure_load, to_json
+    from longspec.bench.workloads import fitting
+    from longspec.models.files import write_whole
+    from longspec.progress import count_bar
+
+    check_name(arguments.workload)
+    shares = () if arguments.rates else arguments.shares or (0.3, 0.6, 0.9)
+    setting = LoadSetting(
+        requests=arguments.requests,
+        rates=tuple(dict.fromkeys(arguments.rates or ())),
+        shares=tuple(dict.fromkeys(shares)),
+        max_new_tokens=arguments.max_new_tokens,
+        method=arguments.method,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+    )
+    model = load(arguments, calibrate=arguments.method == "auto")
+    data = Path(arguments.data) if arguments.data else None
+    workload = fitting(load_workload(arguments.workload, model, data), model, setting.max_new_tokens)
+    found = measure_load(model, workload, setting, count_bar)
+    text = json.dumps(to_json(found))
+    if arguments.output:
+        write_whole(Path(arguments.output), text.encode() + b"\n")
+    if arguments.json:
+        print(text)
+    else:
+        _show_load(found)
+    return 0
+
+
+def _show_load(run: LoadRun) -> None:
+    """The run for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    facts = ", ".join(f"{name} {value}" for name, value in run.environment.items() if value is not None)
+    console.print(facts, markup=False, highlight=False)
+    console.print(
+        f"{run.setting.requests} requests at each rate, {run.num_prompts} different prompts of "
+        f"{run.workload}, answers of at most {run.setting.max_new_tokens} tokens, method "
+        f"{run.setting.method}; times in milliseconds at p50 / p90 / p99",
+        markup=False,
+        highlight=False,
+    )
+    table = Table()
+    for name in ("requests/s", "requests", "tokens/s", "first token", "between tokens", "whole answer"):
+        table.add_column(name, justify="right")
+    table.add_column("longest wait", justify="right")
+    for line in run.lines:
+        rate = "all at once" if line.rate is None else f"{line.rate:.3g}"
+        table.add_row(
+            rate if line.share is None else f"{rate} ({line.share:.0%})",
+            str(line.requests),
+            f"{line.tokens_per_second:,.1f}",
+            *(_milliseconds(one) for one in (line.first_token, line.between_tokens, line.whole)),
+            f"{1e3 * line.longest_wait:,.0f}",
+        )
+    console.print(table)
+    starved = sum(line.starved for line in run.lines)
+    print(f"{starved} requests starved: they never finished" if starved else "No request starved")
+
+
+def _milliseconds(found: Percentiles | None) -> str:
+    if found is None:
+        return "-"
+    return " / ".join(f"{1e3 * one:,.{0 if one >= 0.1 else 1}f}" for one in (found.p50, found.p90, found.p99))
+
+
+LOAD = Command("Send requests that arrive at given rates, and measure how long each waits.", _add_load, _load)

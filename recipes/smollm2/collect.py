@@ -87,7 +87,7 @@ def _write(
 
 
 def _documents(books: Sequence[str], packages: Sequence[str], licence: str) -> Iterator[Document]:
-    for record in read_records(books):
+    for _, record in read_records(books):
         text = record.get("text")
         if not isinstance(text, str) or not _encodes(text):
             raise UserError(f"a record of {', '.join(books)} has no text 'text'")

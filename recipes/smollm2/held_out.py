@@ -38,7 +38,7 @@ class HeldOut:
     @classmethod
     def read(cls, paths: Sequence[str]) -> HeldOut:
         """All texts in the records of these files, whatever their fields are called."""
-        return cls(text for record in read_records(paths) for text in _texts(record))
+        return cls(text for _, record in read_records(paths) for text in _texts(record))
 
     def allows(self, text: str) -> bool:
         """Whether nothing held out is in the text."""

@@ -149,7 +149,7 @@ class Recipe:
         from longspec.data.records import read_records
 
         lines = []
-        for record in islice(read_records(self.flags.books), HELD_BOOKS):
+        for _, record in islice(read_records(self.flags.books), HELD_BOOKS):
             begin = record["text"].find("\n", len(record["text"]) // 3) + 1
             pages = record["text"][begin : begin + HELD_CHARACTERS]
             lines.append(
@@ -297,7 +297,7 @@ def with_given(card: str, documents: Path) -> str:
     from longspec.data.records import read_records
 
     counts: dict[tuple[str, str], list[int]] = {}
-    for record in read_records([str(documents)]):
+    for _, record in read_records([str(documents)]):
         count = counts.setdefault((record["source"], record["licence"]), [0, 0])
         count[0] += 1
         count[1] += len(record["text"])

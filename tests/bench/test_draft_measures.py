@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from longspec import LongSpec, UserError
-from longspec.bench.runners import Asked, OurMethod
+from longspec.bench.runners import OurMethod
 from longspec.bench.summary import summarise
 from longspec.cli.main import main
 from longspec.config import DraftConfig
@@ -74,7 +74,7 @@ def test_acceptance_can_be_set_in_a_label(smollm2: LongSpec) -> None:
     ],
 )
 def test_what_ran_is_told_by_the_label_that_asks_for_it(smollm2: LongSpec, label: str) -> None:
-    (answer,) = OurMethod(smollm2, label).answers([[1, 2, 3, 1, 2]], [Asked(4, 0.0, 0)])
+    (answer,) = OurMethod(smollm2, label).answers([[1, 2, 3, 1, 2]], 4, 0.0, [0])
     assert answer.ran == label
 
 

@@ -38,7 +38,7 @@ class Library:
     def __init__(self, paths: Sequence[str]) -> None:
         books: list[str] = []
         sources: list[str] = []
-        for record in read_records(paths):
+        for _, record in read_records(paths):
             text = record.get("text")
             if not isinstance(text, str):
                 raise UserError(f"a record of {', '.join(paths)} has no text 'text'")

@@ -1,4 +1,4 @@
-"""What runs measured of a draft, put into its folder: the table that `auto` plans by, and the card."""
+"""Put what runs measured of a draft into its folder: the acceptance that `auto` plans by, and the card."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def acceptance_table(rows: Sequence[Row]) -> dict[str, Any]:
         own = [row for row in greedy if row["method"] == label and row["repeat"] == 0]
         if isinstance(method, Seq):
             chains[method.gamma] = _shares(own, method.gamma)
-        elif isinstance(method, Tree) and not method.num_lookup:  # what is looked up is not the draft's
+        elif (
+            isinstance(method, Tree) and not method.num_lookup
+        ):  # a token that was looked up is not the draft's
             trees[method.key] = _shares(own, len(method.shape))
     return ({"chain": chains[max(chains)]} if chains else {}) | ({"trees": trees} if trees else {})
 
@@ -58,7 +60,8 @@ def _shares(rows: Sequence[Row], depth: int) -> list[float]:
     rounds = sum(row["rounds"] for row in rows)
     counts = [0] * depth
     for row in rows:
-        for place, count in enumerate(accepted_by_depth([d for one in row["depths"] for d in one])[:depth]):
+        accepted = accepted_by_depth([one for turn in row["depths"] for one in turn])[:depth]
+        for place, count in enumerate(accepted):
             counts[place] += count
     return [round(count / rounds, 4) if rounds else 0.0 for count in counts]
 
@@ -68,11 +71,7 @@ def _measured(found: Sequence[tuple[dict[str, Any], list[Row]]]) -> str:
     parts = [MEASURED]
     for run, rows in found:
         facts = run["facts"]
-        where = ", ".join(
-            str(facts["environment"].get(name))
-            for name in ("processor", "gpu", "dtype")
-            if facts["environment"].get(name)
-        )
+        where = f"{facts['environment'].get('processor')}, {facts['environment'].get('dtype')}"
         lines = [
             [one.name, str(one.items), f"{one.prompt_tokens:,}", f"{one.temperature:g}", one.method]
             + ["-" if tau is None else f"{tau:.2f}" for tau in (one.tau, one.tau_without_loops)]

@@ -8,7 +8,6 @@ FILE                     a JSONL of yours
 
 from __future__ import annotations
 
-import io
 import re
 import sysconfig
 import zipfile
@@ -17,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from longspec.api import LongSpec
-from longspec.bench.workloads import Item, Workload, read_file, read_lines
+from longspec.bench.workloads import Item, Workload, read_file
 from longspec.data.records import read_records
 from longspec.errors import UserError
+from longspec.models.files import write_whole
 
 BUILTIN = Path(__file__).with_name("builtin.jsonl")
 SOURCES = ("repo", "text")
@@ -126,7 +126,7 @@ def _repo(model: LongSpec, length: int) -> tuple[int, ...]:
     folder = Path(sysconfig.get_path("stdlib"))
     modules = [path for name in _PACKAGES for path in sorted((folder / name).glob("*.py"))]
     modules += sorted(folder.glob("*.py"))
-    # What is to be completed stands last and the rest before it: a repository, seen from one of its files.
+    # The file that is to be completed comes last, and other files of the repository before it.
     own = folder / "json" / "decoder.py"
     if own not in modules:
         raise UserError(f"Python's library has no sources in {folder}; give another workload, such as a file")
@@ -138,7 +138,9 @@ def _repo(model: LongSpec, length: int) -> tuple[int, ...]:
             break
         name = path.relative_to(folder).as_posix()
         ids = _ids(model, f"# File: {name}\n{path.read_text(encoding='utf-8', errors='replace')}\n") + ids
-    return _last(ids, length, "repo")
+    if len(ids) < length:
+        raise UserError(f"repo:{length} is longer than what there is, {len(ids)} tokens here")
+    return tuple(ids[-length:])
 
 
 def _text(model: LongSpec, length: int) -> tuple[int, ...]:
@@ -159,12 +161,6 @@ def _ids(model: LongSpec, text: str) -> list[int]:
     return list(model.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _last(ids: list[int], length: int, source: str) -> tuple[int, ...]:
-    if len(ids) < length:
-        raise UserError(f"{source}:{length} is longer than what there is, {len(ids)} tokens here")
-    return tuple(ids[-length:])
-
-
 # Prompts cut from a file
 
 _QUESTION = "Summarize the text above in a few sentences."
@@ -175,21 +171,17 @@ _MOST_CHARACTERS = 12
 def _cut_items(model: LongSpec, path: Path, length: int, limit: int) -> list[Item]:
     """The first `limit` texts of a JSONL that are long enough, each cut to a prompt of `length` tokens.
 
-    A record has `context` and `input`, the question, as LongBench and QMSum have it; or `text`, a book, which
-    is to be summed up and is read from a third of its length on.
+    A record has `context` and the question `input`, as in LongBench and QMSum; or `text`, a book, which is to
+    be summed up and is read from a third of its length on.
     """
     items: list[Item] = []
-    for number, record in enumerate(read_records([str(path)]), 1):
+    for number, (place, record) in enumerate(read_records([str(path)]), 1):
         text, question = record.get("context", record.get("text")), record.get("input") or _QUESTION
         if not isinstance(text, str) or not isinstance(question, str):
-            raise UserError(
-                f"{path}, record {number}: a text 'context' or 'text' is needed, and a text 'input'"
-            )
+            raise UserError(f"{place}: a text 'context' or 'text' is needed, and a text 'input'")
         begin = 0 if "context" in record else text.find("\n", len(text) // 3) + 1
-        ids = model.tokenizer(text[begin:][: _MOST_CHARACTERS * length], add_special_tokens=False)[
-            "input_ids"
-        ]
-        prompt = _spliced(model, "Here is a text.\n\n", list(ids), f"\n\n{question}", length)
+        ids = _ids(model, text[begin:][: _MOST_CHARACTERS * length])
+        prompt = _spliced(model, "Here is a text.\n\n", ids, f"\n\n{question}", length)
         if prompt is not None:
             items.append(Item(f"{number}-{length}", str(length), ids=prompt))
         if len(items) == limit:
@@ -202,16 +194,16 @@ def _cut_items(model: LongSpec, path: Path, length: int, limit: int) -> list[Ite
 def _spliced(
     model: LongSpec, lead: str, ids: list[int], question: str, length: int
 ) -> tuple[int, ...] | None:
-    """A chat prompt of exactly `length` tokens: the lead, as many of these tokens as fit, the question.
+    """A chat prompt of exactly `length` tokens: the lead, as many of `ids` as fit, the question.
 
-    None where there are too few of them. The template goes around lead and question, and the tokens into the
-    place between.
+    None where there are too few `ids`. The template is applied to lead and question, and the ids are put
+    between the two.
     """
     asked = model.encoder.encode(lead + question, False, model.target.config.vocab_size)
-    last = list(model.tokenizer(question, add_special_tokens=False)["input_ids"])
+    last = _ids(model, question)
     place = next(
         (at for at in range(len(asked)) if asked[at : at + len(last)] == last),
-        len(asked),  # a tokenizer that joins them otherwise: the text comes before the answer all the same
+        len(asked),  # the tokenizer joined lead and question: the text then comes after both
     )
     room = length - len(asked)
     if room < 1:
@@ -223,7 +215,8 @@ def _spliced(
 
 # Prompts this short or shorter are left out, and those that leave less than this much of the context.
 FLOOR, HEADROOM = 1200, 2000
-# The ids of AIME 2024 in AI-MO/aimo-validation-aime.
+AIME_FILE = ("AI-MO/aimo-validation-aime", "data/train-00000-of-00001.parquet")
+# The ids of AIME 2024 in that file.
 AIME24 = range(60, 90)
 _SYSTEM = "You are a helpful assistant"
 _CODE = "Please complete the code given below. \n{context}Now, complete the code given."
@@ -251,7 +244,7 @@ TASKS: dict[str, tuple[str, str]] = {
 
 
 def longbench(model: LongSpec, task: str, data: Path | None) -> Workload:
-    """A LongBench task, those of its prompts that are long enough and fit.
+    """The prompts of a LongBench task that are long enough and fit.
 
     `data` has TASK.jsonl with `context` and `input`; without it the dataset comes from the hub.
     """
@@ -259,10 +252,10 @@ def longbench(model: LongSpec, task: str, data: Path | None) -> Workload:
     body, lead = TASKS[task]
     most = model.engine.max_length - HEADROOM
     items, lengths = [], []
-    for number, values in read_lines(path):
+    for number, (place, values) in enumerate(read_records([str(path)]), 1):
         if not isinstance(values.get("context"), str):
-            raise UserError(f"{path}, line {number}: no text 'context'")
-        # Not str.format: contexts hold braces of their own.
+            raise UserError(f"{place}: no text 'context'")
+        # Not str.format, because contexts contain braces.
         asked = _filled(body, values)
         text = f"<s>system\n{_SYSTEM}</s>\n<s>user\n{asked}</s>\n<s>assistant\n{lead}"
         ids = tuple(model.tokenizer(text)["input_ids"])
@@ -279,7 +272,7 @@ def longbench(model: LongSpec, task: str, data: Path | None) -> Workload:
 
 
 def _filled(body: str, values: dict[str, Any]) -> str:
-    return re.sub(r"\{(context|input)\}", lambda place: str(values.get(place[1], "")), body)
+    return re.sub(r"\{(context|input)\}", lambda field: str(values.get(field[1], "")), body)
 
 
 def aime(data: Path | None, first: int = AIME24.start, last: int = AIME24.stop - 1) -> Workload:
@@ -287,13 +280,13 @@ def aime(data: Path | None, first: int = AIME24.start, last: int = AIME24.stop -
 
     `data` has aime.jsonl with `id` and `problem`; without it the dataset comes from the hub.
     """
-    lines = [values for _, values in read_lines(data / "aime.jsonl")] if data else _aime_lines()
+    path = data / "aime.jsonl" if data else _download(*AIME_FILE)
     items = []
-    for number, values in enumerate(lines, 1):
+    for place, values in read_records([str(path)]):
         try:
             index, problem = int(values["id"]), str(values["problem"])
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"problem {number} of AIME has no number 'id' or no 'problem'") from error
+            raise UserError(f"{place}: no number 'id' or no 'problem'") from error
         if first <= index <= last:
             text = f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n{problem}<|im_end|>\n"
             items.append(Item(str(index), "aime", (f"{text}<|im_start|>assistant\n",), raw=True))
@@ -304,32 +297,20 @@ def aime(data: Path | None, first: int = AIME24.start, last: int = AIME24.stop -
 
 def _longbench_file(task: str) -> Path:
     """The task's file out of the hub's archive."""
-    archive = Path(_download("THUDM/LongBench", "data.zip"))
+    archive = _download("THUDM/LongBench", "data.zip")
     path = archive.parent / f"{task}.jsonl"
     if not path.exists():
-        from longspec.models.files import write_whole
-
         with zipfile.ZipFile(archive) as files:
             write_whole(path, files.read(f"data/{task}.jsonl"))
     return path
 
 
-def _aime_lines() -> list[dict[str, Any]]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise UserError(f"AIME from the hub needs: pip install 'longspec[train]' ({error})") from error
-    path = Path(_download("AI-MO/aimo-validation-aime", "data/train-00000-of-00001.parquet"))
-    rows: list[dict[str, Any]] = parquet.read_table(io.BytesIO(path.read_bytes())).to_pylist()
-    return rows
-
-
-def _download(dataset: str, name: str) -> str:
+def _download(dataset: str, name: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return hf_hub_download(dataset, name, repo_type="dataset")
-    except Exception as error:  # the hub's client raises many kinds; all mean that the file is not to be had
+        return Path(hf_hub_download(dataset, name, repo_type="dataset"))
+    except Exception as error:  # the hub's client raises errors of many types
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"cannot fetch {name} of {dataset} from the hub ({reason}); give a folder that has the data with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shlex
@@ -22,7 +23,7 @@ _COPIES, _REPEATS = 8, 4
 
 
 def environment(model: LongSpec) -> dict[str, Any]:
-    """Everything that the figures depend on beside the settings."""
+    """What the figures depend on besides the settings."""
     target = model.target
     return {
         "target": model.name,
@@ -33,7 +34,7 @@ def environment(model: LongSpec) -> dict[str, Any]:
 
 
 def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """The part of it that does not depend on the model: the processor and the versions."""
+    """The part of the environment that does not depend on the model."""
     facts: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(device),
@@ -52,12 +53,12 @@ def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def load_average() -> float:
-    """Programs that wanted a core in the last minute: above the number of threads, others were at work."""
+    """Programs that wanted a core in the last minute; more than our threads means that others ran too."""
     return round(os.getloadavg()[0], 2)
 
 
 def commit() -> str | None:
-    """The commit of a source checkout, with a plus where files were changed; None of an installed package."""
+    """The commit of a checkout, with a plus where files are changed; None for an installed package."""
     folder = Path(longspec.__file__).parent
 
     def git(*arguments: str) -> str:
@@ -66,7 +67,7 @@ def commit() -> str | None:
 
     try:
         if not git("ls-files", "__init__.py"):
-            return None  # in somebody else's repository, such as a virtual environment inside one
+            return None  # installed inside another repository, such as in its virtual environment
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
@@ -79,7 +80,7 @@ def command_line() -> str:
 
 
 class PeakMemory:
-    """The most memory that was in use since it was made: of the GPU, or of the process on a CPU."""
+    """The most bytes in use since this object was made: of the GPU, or of the process on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -92,16 +93,14 @@ class PeakMemory:
 
     @property
     def peak(self) -> int:
-        """Bytes."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return self._status("VmHWM")
 
     def _forget_peak(self) -> None:
-        try:
+        # Some containers forbid it; the peak is then the peak since the process began.
+        with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            return  # some containers forbid it: the peak is then that of the process so far
 
     def _status(self, field: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -109,14 +108,14 @@ class PeakMemory:
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once all that was asked of the device is done."""
+    """The time in seconds, after the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a large copy reads and writes: the floor under steps that read weights and KV."""
+    """Bytes per second that a large copy reads and writes: what bounds a step that reads weights and KV."""
     source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
     goal = torch.empty_like(source)
     torch.neg(source, out=goal)
@@ -124,7 +123,7 @@ def copy_bandwidth(device: torch.device) -> float:
     for _ in range(_REPEATS):
         started = now(device)
         for _ in range(_COPIES):
-            # By a kernel that changes what it copies: a plain copy may be left to a slower engine.
+            # A kernel that computes, because a plain copy may be done by a slower copy engine.
             torch.neg(source, out=goal)
         fastest = max(fastest, _COPIES / (now(device) - started))
     return fastest * 2 * source.numel() * source.element_size()

@@ -1,7 +1,8 @@
-"""Whether a method said what vanilla says, and how close the call was where it did not."""
+"""Whether a method emitted vanilla's tokens, and how close the two choices were where it did not."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,17 +37,15 @@ def describe_difference(
     temperature: float,
     seed: int,
 ) -> dict[str, Any]:
-    """The tokens there, by how much the target prefers vanilla's, and what one rounding is, in logits.
+    """The two tokens, by how many logits the target prefers vanilla's, and the size of a rounding error.
 
-    A margin no larger than the type's rounding means a tie, which either may win; a large one, a fault.
-    When sampling, the seed's noise counts too, at the temperature's scale. Both come from a fresh pass.
+    A margin within the rounding is a tie, which either token may win; a larger margin is a fault. When
+    sampling, the seed's noise counts too, scaled by the temperature. The logits come from a fresh pass.
     """
-    found: dict[str, Any] = {
-        **{"place": place, "vanilla": None, "other": None},
-        **{"margin": None, "rounding": None},
-    }
+    found: dict[str, Any] = dict.fromkeys(("vanilla", "other", "margin", "rounding"))
+    found["place"] = place
     if place >= min(len(vanilla), len(other)):
-        return found  # one of the two merely went on
+        return found  # one answer is the beginning of the other
     found |= {"vanilla": vanilla[place], "other": other[place]}
     sampling = replace(model.defaults, temperature=temperature)
     text = [*prompt, *vanilla[:place]]
@@ -54,8 +53,8 @@ def describe_difference(
     scores = choice_scores(logits, text, sampling, seed)
     best, second = scores[vanilla[place]], scores[other[place]]
     margin = float(best - second) * (temperature or 1.0)
-    # None where a filter such as top-k lets only one of the two through: no number says how close that was.
-    found["margin"] = margin if abs(margin) != float("inf") and margin == margin else None
+    # None where a filter such as top-k removes one of the two: no number says how close they were.
+    found["margin"] = margin if math.isfinite(margin) else None
     found["rounding"] = torch.finfo(model.target.dtype).eps * float(logits.abs().max())
     return found
 
@@ -82,9 +81,9 @@ def next_logits(model: LongSpec, text: list[int]) -> Tensor:
 
 @torch.inference_mode()
 def choice_scores(logits: Tensor, text: list[int], sampling: Sampling, seed: int) -> Tensor:
-    """What `choose` takes the largest of, [V], where the text is followed by a token with these logits."""
+    """The scores [V] of which `choose` takes the largest, for the token that follows the text."""
     device = logits.device
-    # Of a greedy row `filtered` leaves the best token alone: at temperature 1 the others keep their scores.
+    # `filtered` keeps only the best token of a greedy row; at temperature 1 all tokens keep their scores.
     warm = replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if sampling.greedy else sampling
     rows = SamplingRows.of([warm], logits.shape[-1], device)
     rows.seen[0, torch.tensor(text, device=device)] = True

@@ -1,4 +1,4 @@
-"""The folder of a run: its settings, and one line per finished row. No kill and no full disk loses one."""
+"""The folder of a run: its settings, and a line per finished row that no kill and no full disk loses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ Row = dict[str, Any]
 
 
 def row_key(row: Row) -> tuple[str, str, str, float, int]:
-    """What identifies a row."""
     return row["workload"], row["item"], row["method"], row["temperature"], row["repeat"]
 
 
@@ -24,7 +23,7 @@ class RunFolder:
     """A run that can be resumed: opened again with the same `facts`, it has the finished rows."""
 
     def __init__(self, path: Path, facts: dict[str, Any], about: dict[str, Any]) -> None:
-        """`facts` must be the same for a run to be resumed; `about` is noted once, when it begins."""
+        """`facts` must be equal for a run to be resumed; `about` is written once, when the run begins."""
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -36,7 +35,7 @@ class RunFolder:
                 write_whole(path / RUN, json.dumps({"facts": facts, **about}, indent=1).encode() + b"\n")
             self.rows, self._size = _read_rows(path / ROWS)
             self._file = open(path / ROWS, "ab")  # noqa: SIM115 # closed by __exit__
-            # Drop the line that a killed run left unfinished.
+            # Drop a line that a killed run left unfinished.
             self._file.truncate(self._size)
         except OSError as error:
             raise UserError(f"cannot write to {path}: {error.strerror or error}") from error
@@ -50,7 +49,7 @@ class RunFolder:
         self._file.close()
 
     def add(self, row: Row) -> None:
-        """Keep a finished row. When it cannot be written, those before it stay whole."""
+        """Write a finished row. If that fails, the rows before it stay whole."""
         line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
         try:
             written = os.write(self._file.fileno(), line)
@@ -93,7 +92,7 @@ def _read_rows(path: Path) -> tuple[list[Row], int]:
 
 
 def read_run(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """What a run's folder holds, finished or not."""
+    """A run, finished or not, and its rows."""
     if not (path / RUN).is_file():
         raise UserError(f"{path} is not the folder of a run: it has no {RUN}")
     rows, _ = _read_rows(path / ROWS)

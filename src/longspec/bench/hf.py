@@ -5,31 +5,29 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from longspec.api import LongSpec
-from longspec.bench.runners import Answer, Asked
+from longspec.bench.runners import Answer
 from longspec.errors import UserError
 
 
 class _Clock:
-    """A streamer that notes when tokens come; the prompt comes first."""
+    """A streamer that notes when tokens come. The first entry is the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
         self.counts: list[int] = []
 
     def put(self, value: Any) -> None:
-        """Tokens came."""
         self.times.append(time.perf_counter())
         self.counts.append(value.numel())
 
     def end(self) -> None:
-        """Nothing more comes."""
+        pass
 
 
 class Transformers:
@@ -41,25 +39,30 @@ class Transformers:
         self.label = label
         self._theirs, self._model, self._options = theirs, model, options
 
-    def answers(self, prompts: Sequence[list[int]], asked: Sequence[Asked]) -> list[Answer]:
-        """See `Runner.answers`. One after the other."""
-        return [self._answer(*one) for one in zip(prompts, asked, strict=True)]
+    def answers(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, temperature: float, seeds: Sequence[int]
+    ) -> list[Answer]:
+        """Answer one prompt after the other."""
+        return [
+            self._answer(prompt, max_new_tokens, temperature, seed)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
 
-    def _answer(self, prompt: list[int], asked: Asked) -> Answer:
-        """There is no cache between turns: the whole prompt is read again."""
+    def _answer(self, prompt: list[int], max_new_tokens: int, temperature: float, seed: int) -> Answer:
+        """No KV is kept between turns, so the whole prompt is read again."""
         device = self._model.target.device
         ids = torch.tensor([prompt], device=device)
         clock = _Clock()
-        torch.manual_seed(asked.seed)
-        sampling: dict[str, Any] = {"do_sample": asked.temperature > 0}
-        if asked.temperature > 0:
-            sampling["temperature"] = asked.temperature
+        torch.manual_seed(seed)
+        sampling: dict[str, Any] = {"do_sample": temperature > 0}
+        if temperature > 0:
+            sampling["temperature"] = temperature
         started = time.perf_counter()
         with torch.inference_mode():
             output = self._theirs.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=asked.max_new_tokens,
+                max_new_tokens=max_new_tokens,
                 eos_token_id=sorted(self._model.eos_ids),
                 pad_token_id=0,
                 streamer=clock,
@@ -76,14 +79,14 @@ class Transformers:
         return Answer(self.label, tokens, first, prefill, total - prefill, None, None, reason)
 
     def forget(self) -> None:
-        """See `Runner.forget`: nothing is kept."""
+        pass  # nothing is kept
 
 
 class _Static(Transformers):
     """Static cache and compiled decoding steps.
 
-    A step's time grows with the cache's length and each length is compiled anew, so lengths are rounded up,
-    by a quarter at most, and a new one is compiled before anything is timed.
+    A step takes longer with a longer cache, and each length is compiled anew. So lengths are rounded up, by a
+    quarter at most, and a new length is compiled before anything is timed.
     """
 
     def __init__(self, theirs: Any, model: LongSpec) -> None:
@@ -94,11 +97,11 @@ class _Static(Transformers):
         super().__init__("hf-static", theirs, model, {"compile_config": compiling})
         self._caches: dict[int, Any] = {}
 
-    def _answer(self, prompt: list[int], asked: Asked) -> Answer:
+    def _answer(self, prompt: list[int], max_new_tokens: int, temperature: float, seed: int) -> Answer:
         from torch._dynamo import config
         from transformers.cache_utils import StaticCache
 
-        length = _rounded(len(prompt) + asked.max_new_tokens)
+        length = _rounded(len(prompt) + max_new_tokens)
         fresh = length not in self._caches
         if fresh:
             self._caches[length] = StaticCache(config=self._theirs.config, max_cache_len=length)
@@ -107,10 +110,10 @@ class _Static(Transformers):
             if fresh:
                 # Twice: one call compiles, the next may record a graph.
                 for _ in range(2):
-                    super()._answer(prompt, replace(asked, max_new_tokens=min(4, asked.max_new_tokens)))
+                    super()._answer(prompt, min(4, max_new_tokens), temperature, seed)
                     self._empty(length)
             self._empty(length)
-            return super()._answer(prompt, asked)
+            return super()._answer(prompt, max_new_tokens, temperature, seed)
 
     def _empty(self, length: int) -> None:
         with torch.inference_mode():  # in which its tensors were made

@@ -6,7 +6,8 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -21,7 +22,7 @@ from longspec.engine.sequence import Sequence as Request
 from longspec.errors import UserError
 from longspec.progress import Advance
 
-# A request is taken to have starved when nobody has been given a token for so many seconds.
+# The requests that are left have starved when no request got a token for this many seconds.
 STARVED_SECONDS = 120.0
 
 Bar = Callable[[str, int], AbstractContextManager[Advance]]
@@ -67,7 +68,6 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Percentiles | None:
-        """Those of these values; None where there are none."""
         return cls(*(float(one) for one in np.percentile(values, (50, 90, 99)))) if values else None
 
 
@@ -88,30 +88,31 @@ class LoadLine:
     requests_per_second: float
     prompt_tokens: int
     shared_tokens: int
-    """Prompt tokens whose KV was there already, because an earlier prompt began alike."""
+    """Prompt tokens whose KV was shared with an earlier prompt."""
     tau: float
     first_token: Percentiles | None
     """From a request's arrival to its first token."""
     between_tokens: Percentiles | None
-    """From one time that tokens came to the next; a round may bring several."""
+    """From one arrival of tokens to the next; a round may bring several tokens."""
     whole: Percentiles | None
     """From a request's arrival to its end."""
     longest_wait: float
-    """The longest time in which a request was given nothing."""
+    """The longest time in which a request got no token."""
     num_paused: int
-    """How often a request gave its pages to an older one, to be computed again later."""
+    """How often a request gave its pages to an older one and was computed again later."""
     num_captures: int
-    """Rounds that had to be captured meanwhile; requests waited for it."""
+    """Rounds that were captured meanwhile, while requests waited."""
 
 
 @dataclass(frozen=True)
 class LoadRun:
     """A whole run."""
 
+    command: str
     setting: LoadSetting
     workload: str
     num_prompts: int
-    """Different ones; requests beyond them repeat them, in order."""
+    """Different prompts; further requests repeat them in order."""
     environment: dict[str, Any]
     lines: list[LoadLine]
 
@@ -129,7 +130,7 @@ def measure_load(
     prompts = [item.prompt(model, []) for item in workload.items]
     asked = [prompts[number % len(prompts)] for number in range(setting.requests)]
     num_prompts = min(len(prompts), setting.requests)
-    run = LoadRun(setting, workload.name, num_prompts, environment(model), [])
+    run = LoadRun(command_line(), setting, workload.name, num_prompts, environment(model), [])
     _warm_up(model, asked, setting, bar)
     rates: list[tuple[float, float | None]] = [(rate, None) for rate in setting.rates]
     if setting.shares:
@@ -144,8 +145,7 @@ def measure_load(
 
 
 def _warm_up(model: LongSpec, asked: Sequence[list[int]], setting: LoadSetting, bar: Bar) -> None:
-    """Have every number of rows run once where rounds are captured for each, so that no request waits for a
-    capture later."""
+    """Run every number of rows once where a round is captured for each, so that no request waits for it."""
     device, most = model.engine.device, min(len(asked), model.engine.device.max_rows)
     sizes = [*(size for size in device.buckets if size < most and device.models.fused), len(asked)]
     model.engine.prepare(most)
@@ -164,25 +164,24 @@ class _Watch:
         self._seen = 0
 
     def note(self) -> None:
-        """Note the time, if tokens have come."""
         if len(self.request.tokens) > self._seen:
             self._seen = len(self.request.tokens)
             self.times.append(time.perf_counter())
 
     @property
     def waits(self) -> list[float]:
-        """From each time that tokens came to the next."""
-        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
+        """Seconds from each arrival of tokens to the next."""
+        return [later - earlier for earlier, later in pairwise(self.times)]
 
 
 def arrivals(requests: int, rate: float | None, seed: int) -> list[float]:
-    """Seconds from the first arrival on: those of a Poisson process, the same for every rate but for their
-    scale; all 0 without a rate."""
-    chance, at, found = random.Random(seed), 0.0, []
-    for _ in range(requests):
-        found.append(at)
-        at += chance.expovariate(1.0) / rate if rate else 0.0
-    return found
+    """Seconds from the first arrival on, by a Poisson process; all 0 without a rate.
+
+    A seed gives the same arrivals at every rate but for their scale.
+    """
+    chance = random.Random(seed)
+    gaps = [chance.expovariate(1.0) / rate if rate else 0.0 for _ in range(requests - 1)]
+    return list(accumulate(gaps, initial=0.0))
 
 
 def _send(
@@ -193,24 +192,16 @@ def _send(
     share: float | None,
     advance: Advance,
 ) -> LoadLine:
-    """Send all requests at one rate."""
     engine, inbox = model.engine, SimpleQueue[Request]()
     sampling = replace(model.defaults, temperature=setting.temperature)
     method = read_label(setting.method)
     engine.forget()
     before, started = engine.statistics, time.perf_counter()
-    watches = [
-        _Watch(
-            Request(
-                prompt, setting.max_new_tokens, sampling, setting.seed + number, model.eos_ids, method,
-                on_news=inbox.put,
-            ),
-            started + due,
-        )
-        for number, (prompt, due) in enumerate(
-            zip(asked, arrivals(len(asked), rate, setting.seed), strict=True)
-        )
-    ]  # fmt: skip
+    watches = []
+    for number, due in enumerate(arrivals(len(asked), rate, setting.seed)):
+        seed, most = setting.seed + number, setting.max_new_tokens
+        request = Request(asked[number], most, sampling, seed, model.eos_ids, method, on_news=inbox.put)
+        watches.append(_Watch(request, started + due))
     try:
         with engine.serving():
             _wait_for_all(model, watches, inbox, advance)
@@ -225,7 +216,7 @@ def _send(
 def _wait_for_all(
     model: LongSpec, watches: Sequence[_Watch], inbox: SimpleQueue[Request], advance: Advance
 ) -> None:
-    """Submit requests when they are due, until all have finished or no token has come for too long."""
+    """Submit requests when they are due; return when all have finished or no token came for too long."""
     open_watches = {watch.request: watch for watch in watches}
     coming = list(reversed(watches))
     while open_watches:
@@ -242,7 +233,7 @@ def _wait_for_all(
         if request.error is not None:
             raise request.error
         if (watch := open_watches.get(request)) is None:
-            continue  # its end was seen when an earlier piece was read
+            continue  # the request had finished when an earlier piece of it was read
         watch.note()
         if request.finished:
             del open_watches[request]
@@ -263,7 +254,7 @@ def _line(
     seconds = max((watch.times[-1] for watch in begun), default=started) - started
     firsts = [one.request.first_at - one.due for one in begun]
     waits = [wait for one in begun for wait in one.waits]
-    # What starved still waits.
+    # Starved requests still wait.
     now = time.perf_counter()
     open_ends = [now - (one.times[-1] if one.times else one.due) for one in watches if one not in ended]
     return LoadLine(
@@ -285,8 +276,3 @@ def _line(
         num_paused=counts[0],
         num_captures=counts[1],
     )
-
-
-def to_json(run: LoadRun) -> dict[str, Any]:
-    """Everything, for machines."""
-    return {"command": command_line(), **asdict(run)}

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from longspec.bench.summary import ALL, Figures
 
-
-@dataclass(frozen=True)
-class Plot:
-    """A picture of a run."""
-
-    draw: Callable[[Sequence[Figures]], Any]
-    """Gives a matplotlib figure, or None where there is nothing to show."""
-    caption: str
+CAPTIONS = {
+    "speedup": "Decoding speed against vanilla in the same run.",
+    "acceptance_by_depth": "How many rounds kept a drafted token at each depth, by kind of prompt.",
+}
 
 
 def can_draw() -> bool:
@@ -26,17 +21,16 @@ def can_draw() -> bool:
 
 
 def draw_all(figures: Sequence[Figures]) -> dict[str, bytes]:
-    """PNG pictures by name; those that have something to show. None at all without matplotlib."""
+    """PNG pictures by name, where there is something to show; nothing without matplotlib."""
     if not can_draw():
         return {}
-    drawn = {name: plot.draw(figures) for name, plot in PLOTS.items()}
+    drawn = {"speedup": _draw_speedup(figures), "acceptance_by_depth": _draw_acceptance(figures)}
     return {name: to_png(figure) for name, figure in drawn.items() if figure is not None}
 
 
 def to_png(figure: Any) -> bytes:
-    """A matplotlib figure as the bytes of a PNG."""
     buffer = io.BytesIO()
-    # Without the version of matplotlib, the same figures give the same bytes.
+    # Without matplotlib's version in it, the same figures give the same bytes.
     figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
     return buffer.getvalue()
 
@@ -48,13 +42,13 @@ def canvas_of(width: float, height: float) -> Any:
 
 
 def _group(one: Figures, figures: Sequence[Figures]) -> str:
-    """The prompts of a line, with no more words than tell them apart from the others."""
+    """The shortest name that tells these prompts from the others."""
     name = one.name if len({other.workload for other in figures}) > 1 else one.kind
     return name if len({other.temperature for other in figures}) == 1 else f"{name}, T={one.temperature:g}"
 
 
 def _draw_speedup(figures: Sequence[Figures]) -> Any:
-    """Lines over the prompt's length where kinds are lengths, else bars by kind."""
+    """Lines over the prompt's length where the kinds are lengths, otherwise bars by kind."""
     measured = [one for one in figures if "vanilla" in one.speedup and one.method != "vanilla"]
     if not measured:
         return None
@@ -122,7 +116,7 @@ def _draw_acceptance(figures: Sequence[Figures]) -> Any:
     for method, axes in zip(methods, panels, strict=True):
         for one in (one for one in drafted if one.method == method):
             group, depths = _group(one, drafted), range(1, len(one.acceptance) + 1)
-            # Ten colours; with more kinds they come again with another line.
+            # There are ten colours; further kinds use them again with a dashed line.
             number = groups.index(group)
             style = "-" if number < 10 else "--"
             (shown[group],) = axes.plot(depths, one.acceptance, style, color=f"C{number % 10}", marker="o")
@@ -132,11 +126,3 @@ def _draw_acceptance(figures: Sequence[Figures]) -> Any:
     panels[-1].set_xlabel("depth")
     canvas.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize="small")
     return canvas
-
-
-PLOTS = {
-    "speedup": Plot(_draw_speedup, "Decoding speed against vanilla in the same run."),
-    "acceptance_by_depth": Plot(
-        _draw_acceptance, "How many rounds kept a drafted token at each depth, by kind of prompt."
-    ),
-}

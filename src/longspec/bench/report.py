@@ -1,15 +1,16 @@
-"""A run for people: tables in Markdown, and one HTML page that needs no network and no script."""
+"""A run as tables in Markdown, and as one HTML page that needs no network and no script."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader
+
 from longspec.bench.folder import Row, read_run
-from longspec.bench.plots import PLOTS, draw_all
+from longspec.bench.plots import CAPTIONS, draw_all
 from longspec.bench.summary import ALL, Figures, Spread, summarise
 from longspec.models.files import write_whole
 
@@ -17,14 +18,12 @@ MAIN = (
     *("prompts", "T", "method", "tokens/s", "speedup", "tau", "no loops", "prefill s", "memory"),
     "same as vanilla",
 )
-# Of an answer that is shown; a long one says enough by its beginning.
+# The page shows this many tokens of an answer.
 _MOST_TOKENS = 400
-# Nothing is fetched and no script runs, even if an escape were missing.
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def spread(value: Spread | None, digits: int = 2) -> str:
-    """The median, and the least and the greatest where they differ from it."""
+    """The median, with the least and the greatest where they differ from it."""
     if value is None:
         return "-"
     text = f"{value.median:.{digits}f}"
@@ -33,13 +32,13 @@ def spread(value: Spread | None, digits: int = 2) -> str:
 
 
 def load_averages(rows: Sequence[Row]) -> str:
-    """The machine's load while these were measured, from the least to the greatest."""
+    """The least and the greatest load of the machine while these rows were measured."""
     loads = [row["load_average"] for row in rows]
     return " to ".join(f"{load:g}" for load in sorted({min(loads), max(loads)}))
 
 
 def sameness(one: Figures) -> str:
-    """Whether it said what vanilla says."""
+    """Whether the answers equal vanilla's."""
     if not one.compared:
         return "-"
     if not one.different:
@@ -50,7 +49,6 @@ def sameness(one: Figures) -> str:
 
 
 def cells(one: Figures) -> list[str]:
-    """A line of the main table."""
     return [
         one.name,
         f"{one.temperature:g}",
@@ -65,12 +63,11 @@ def cells(one: Figures) -> list[str]:
 
 
 def _method_name(one: Figures) -> str:
-    """The method, and for `auto` what it settled on."""
+    """The method, and for `auto` the methods that it chose."""
     return f"auto ({', '.join(one.ran)})" if one.method == "auto" else one.method
 
 
 def fastest_peer(one: Figures) -> str | None:
-    """The fastest way of `transformers` in the same run."""
     peers = [name for name in one.speedup if name.startswith("hf")]
     return min(peers, key=lambda name: one.speedup[name].median, default=None)
 
@@ -88,18 +85,15 @@ def _against_peers(figures: Sequence[Figures]) -> tuple[list[str], list[list[str
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
 def repeats_text(repeats: int) -> str:
-    """What the figures of so many repeats are."""
     return "one repeat" if repeats == 1 else f"median of {repeats} repeats (least to most)"
 
 
 def about(run: Mapping[str, Any]) -> str:
-    """How a run was measured, in two sentences."""
     facts = run["facts"]
     speed = "decoding alone"
     if (batch := facts.get("batch", 1)) > 1:
@@ -111,7 +105,6 @@ def about(run: Mapping[str, Any]) -> str:
 
 
 def markdown(figures: Sequence[Figures], run: Mapping[str, Any]) -> str:
-    """Everything about a run that fits in a text."""
     environment = run["facts"]["environment"].items()
     parts = [
         f"`{run['command']}`",
@@ -126,59 +119,50 @@ def markdown(figures: Sequence[Figures], run: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# The page; whatever a model wrote is escaped
-
-
 def write_page(runs: Sequence[Path], output: Path, num_answers: int = 4) -> None:
     """Write the page of one or more runs, finished or not."""
     write_whole(output, page([(path.resolve().name, *read_run(path)) for path in runs], num_answers).encode())
 
 
 def page(runs: Sequence[tuple[str, dict[str, Any], list[Row]]], num_answers: int) -> str:
-    """The page, of runs with their names."""
-    alone = len(runs) == 1
-    title = f"LongSpec: {runs[0][0]}" if alone else "LongSpec benchmarks"
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    body = "\n".join(
-        ("" if alone else f"<h2>{escape(name)}</h2>\n") + _run(run, rows, num_answers)
-        for name, run, rows in runs
+    """The page of runs with their names. What a model wrote is escaped, as all values are."""
+    folder = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title><style>{style}</style></head>\n"
-        f"<body><h1>{escape(title)}</h1>\n{body}</body></html>\n"
+    return environment.get_template("report.html").render(
+        title=f"LongSpec: {runs[0][0]}" if len(runs) == 1 else "LongSpec benchmarks",
+        style=(folder / "report.css").read_text(encoding="utf-8"),
+        runs=[_page_values(name, run, rows, num_answers) for name, run, rows in runs],
     )
 
 
-def _run(run: dict[str, Any], rows: list[Row], num_answers: int) -> str:
+def _page_values(name: str, run: dict[str, Any], rows: list[Row], num_answers: int) -> dict[str, Any]:
+    """What the template shows of a run."""
     figures = summarise(rows)
-    parts = [
-        _cards(figures),
-        f"<p>{escape(about(run))} tau is how many tokens a round emits. Memory is what an answer took "
-        "beyond what was in use before it.</p>",
-        f"<p><code>{escape(run['command'])}</code></p>",
-        _pictures(figures),
-        _html_table(MAIN, [cells(one) for one in figures]),
-    ]
-    header, lines = _against_peers(figures)
-    if lines:
-        parts += ["<h3>Against transformers in the same run</h3>", _html_table(header, lines)]
-    left_out = "".join(
-        f"<li>{escape(what)}: {escape(why)}</li>" for what, why in run.get("left_out", {}).items()
-    )
-    parts.append(f"<p>Left out:</p><ul>{left_out}</ul>" if left_out else "")
-    parts += ["<h3>Where the tokens came from</h3>", _legend(), *_answers(rows, num_answers)]
-    facts = run["facts"]["environment"].items()
-    environment = [[what, str(value)] for what, value in facts if value is not None]
-    environment.append(["load average while it ran", load_averages(rows)])
-    parts += ["<h3>Environment</h3>", _html_table(("", ""), environment)]
-    return "\n".join(parts)
+    peer_header, peer_lines = _against_peers(figures)
+    facts = run["facts"]["environment"] | {"load average while it ran": load_averages(rows)}
+    return {
+        "name": name,
+        "cards": _cards(figures),
+        "about": about(run),
+        "command": run["command"],
+        "pictures": [
+            (base64.b64encode(picture).decode(), CAPTIONS[name])
+            for name, picture in draw_all(figures).items()
+        ],
+        "header": MAIN,
+        "lines": [cells(one) for one in figures],
+        "peer_header": peer_header,
+        "peer_lines": peer_lines,
+        "left_out": run.get("left_out", {}),
+        "answers": [_answer(row) for row in _chosen(rows, num_answers)],
+        "environment": [[what, str(value)] for what, value in facts.items() if value is not None],
+    }
 
 
 def headline_of(figures: Sequence[Figures]) -> Figures | None:
-    """The figures that sum a run up: of `auto`, or of the fastest method, over all prompts of a workload."""
+    """The figures of `auto`, or of the fastest method, over all prompts of a workload."""
     ours = [
         one for one in figures if "vanilla" in one.speedup and not one.method.startswith(("hf", "vanilla"))
     ]
@@ -187,11 +171,11 @@ def headline_of(figures: Sequence[Figures]) -> Figures | None:
     return next((one for one in wide if one.method == "auto"), fastest)
 
 
-def _cards(figures: Sequence[Figures]) -> str:
-    """The headline numbers."""
+def _cards(figures: Sequence[Figures]) -> list[tuple[str, str]]:
+    """The headline numbers, and what each of them is."""
     one = headline_of(figures)
     if one is None:
-        return ""
+        return []
     where = f"{one.method} on {one.name}, temperature {one.temperature:g}"
     found = [(f"{one.speedup['vanilla'].median:.2f}×", f"as fast as vanilla: {where}")]
     if (peer := fastest_peer(one)) is not None:
@@ -201,72 +185,26 @@ def _cards(figures: Sequence[Figures]) -> str:
         found.append((f"{one.tau:.2f}", "tokens per round (tau)"))
     if one.compared:
         found.append((f"{one.compared - one.different} of {one.compared}", "answers the same as vanilla's"))
-    shown = "".join(
-        f'<div class="card"><b>{escape(number)}</b>{escape(what)}</div>' for number, what in found
-    )
-    return f'<div class="cards">{shown}</div>'
+    return found
 
 
-def _html_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body, before = [], None
-    for line in lines:
-        begins = ' class="first"' if len(line) > 2 and before not in (None, line[0]) else ""
-        body.append(f"<tr{begins}>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>")
-        before = line[0]
-    rows = "\n".join(body)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
-
-
-def _pictures(figures: Sequence[Figures]) -> str:
-    pictures = draw_all(figures)
-    if not pictures:
-        return "<p>No plots: pip install 'longspec[bench]'</p>"
-    shown = []
-    for name, picture in pictures.items():
-        data, caption = base64.b64encode(picture).decode(), escape(PLOTS[name].caption)
-        shown.append(
-            f'<figure><img alt="{caption}" src="data:image/png;base64,{data}">'
-            f"<figcaption>{caption}</figcaption></figure>"
-        )
-    return "\n".join(shown)
-
-
-def _legend() -> str:
-    shades = "".join(
-        f'<li><span class="t d{depth}">depth {depth}{" or more" if depth == 5 else ""}</span></li>'
-        for depth in range(1, 6)
-    )
-    return (
-        '<ul class="legend"><li><span class="t d0">the target itself</span></li>'
-        f"<li>drafted and accepted at</li>{shades}</ul>\n"
-        '<p class="small">Hold the pointer over a token to see its depth.</p>'
-    )
-
-
-def _answers(rows: Sequence[Row], number: int) -> list[str]:
+def _chosen(rows: Sequence[Row], number: int) -> list[Row]:
     """A few answers, of the methods that drafted most, each of another kind while there are some."""
     drafted = [row for row in rows if any(any(depths or []) for depths in row.get("depths", []))]
     drafted.sort(key=lambda row: row["rounds"] / max(1, row["decoded_tokens"]))
-    chosen: list[Row] = []
-    for repeated in (False, True):
-        for row in drafted:
-            known = any((one["workload"], one["kind"]) == (row["workload"], row["kind"]) for one in chosen)
-            if len(chosen) < number and row not in chosen and known == repeated:
-                chosen.append(row)
-    return [_answer(row) for row in chosen] or ["<p>No method of this run drafted anything.</p>"]
+    first = {(row["workload"], row["kind"]): row for row in reversed(drafted)}.values()
+    best = [row for row in drafted if any(row is one for one in first)]
+    others = [row for row in drafted if not any(row is one for one in first)]
+    return [*best, *others][:number]
 
 
-def _answer(row: Row) -> str:
+def _answer(row: Row) -> dict[str, Any]:
     tau = row["decoded_tokens"] / row["rounds"]
-    about = f"{row['workload']}/{row['item']}, temperature {row['temperature']:g}, {row['method']}"
-    texts = [f'<p class="small">{escape(about)}, tau {tau:.2f}</p>']
-    for turn, (pieces, depths) in enumerate(zip(row["pieces"], row["depths"], strict=True), 1):
-        if len(row["pieces"]) > 1:
-            texts.append(f'<p class="turn">Answer of turn {turn}</p>')
-        shown = [
-            f'<span class="t d{min(depth, 5)}" title="depth {depth}">{escape(piece)}</span>'
-            for piece, depth in zip(pieces[:_MOST_TOKENS], depths[:_MOST_TOKENS], strict=True)
-        ]
-        texts.append(f'<div class="answer">{"".join(shown)}</div>')
-    return "".join(texts)
+    return {
+        "about": f"{row['workload']}/{row['item']}, temperature {row['temperature']:g}, {row['method']}, "
+        f"tau {tau:.2f}",
+        "turns": [
+            list(zip(pieces[:_MOST_TOKENS], depths[:_MOST_TOKENS], strict=True))
+            for pieces, depths in zip(row["pieces"], row["depths"], strict=True)
+        ],
+    }

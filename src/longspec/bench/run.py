@@ -1,4 +1,4 @@
-"""A benchmark of whole answers: every method on every prompt, taking turns, one finished row at a time."""
+"""A benchmark of whole answers: every method answers every prompt in turn; each answer is kept at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from longspec.bench.exact import describe_difference, first_difference
 from longspec.bench.folder import Row, RunFolder, read_run, row_key
 from longspec.bench.plots import draw_all
 from longspec.bench.report import markdown
-from longspec.bench.runners import Answer, Asked, OurMethod, Runner, accepted_by_depth, read_method
-from longspec.bench.summary import Figures, summarise, to_json
+from longspec.bench.runners import Answer, OurMethod, Runner, accepted_by_depth, read_method
+from longspec.bench.summary import Figures, summarise
 from longspec.bench.workloads import Item, Workload, fitting
 from longspec.errors import UserError
 from longspec.models.files import write_whole
@@ -36,14 +36,14 @@ class RunSetting:
     """What a benchmark does with its workloads."""
 
     methods: Sequence[str]
-    """As `--methods` names them; vanilla is always measured."""
+    """The labels of `--methods`; vanilla is always measured."""
     temperatures: Sequence[float] = (0.0,)
     repeats: int = 3
     max_new_tokens: int = 64
     limit: int | None = None
     """The most prompts of each kind; None takes all."""
     batch: int = 1
-    """So many prompts of one kind are answered side by side."""
+    """The number of prompts of one kind that are answered side by side."""
 
     def __post_init__(self) -> None:
         if not self.methods:
@@ -72,10 +72,10 @@ def bench(
     left_out: dict[str, str] | None = None,
     bar: Callable[[int], AbstractContextManager[Advance]] = lambda total: nullcontext(lambda number: None),
 ) -> list[Figures]:
-    """Measure into `output`, or go on with what is there; writes summary.json, report.md and plots.
+    """Measure into `output`, or resume the run that is there; write summary.json, report.md and plots.
 
-    `others` are measured beside our methods. `bar` is given the number of rows, and gives a function to call
-    with the number of those that are finished.
+    `others` are measured beside our methods. `bar` takes the number of rows and returns a function that is
+    called with the number of rows that have just finished.
     """
     chosen = [fitting(one.first(setting.limit), model, setting.max_new_tokens) for one in workloads]
     runners: list[Runner] = [OurMethod(model, label) for label in setting.labels]
@@ -99,7 +99,7 @@ def bench(
     total = sum(map(len, tasks)) * len(runners)
     with RunFolder(output, facts, about) as folder, bar(total) as advance:
         gc.collect()
-        # What is there by now stays there: collecting a row's own garbage need not look through it all again.
+        # The model stays: with it frozen, the collection before each row looks at the row's garbage alone.
         gc.freeze()
         try:
             _measure(model, runners, tasks, setting, folder, advance)
@@ -113,7 +113,9 @@ def conclude(folder: Path) -> list[Figures]:
     run, rows = read_run(folder)
     figures = summarise(rows)
     try:
-        write_whole(folder / "summary.json", json.dumps(to_json(figures), indent=1).encode() + b"\n")
+        write_whole(
+            folder / "summary.json", json.dumps([asdict(one) for one in figures], indent=1).encode() + b"\n"
+        )
         write_whole(folder / "report.md", markdown(figures, run).encode())
         for name, picture in draw_all(figures).items():
             write_whole(folder / f"{name}.png", picture)
@@ -136,12 +138,12 @@ class Task:
     repeat: int
 
     def key(self, method: str) -> tuple[str, str, str, float, int]:
-        """That of the row which a method makes of it."""
+        """The `row_key` of the row that a method makes of this task."""
         return self.workload, self.item.id, method, self.temperature, self.repeat
 
 
 def _batches(workloads: Sequence[Workload], setting: RunSetting, repeat: int) -> list[list[Task]]:
-    """What is answered side by side, of one kind each, in order."""
+    """The tasks that are answered side by side; each batch is of one kind."""
     batches: list[list[Task]] = []
     for temperature, workload in product(setting.temperatures, workloads):
         last: dict[str, list[Task]] = {}
@@ -162,9 +164,9 @@ def _measure(
     folder: RunFolder,
     advance: Advance,
 ) -> None:
-    """Fill the folder with what it does not have yet.
+    """Measure the rows that the folder does not have yet.
 
-    Before a method is timed on a kind of prompt and at a temperature, it answers one of them untimed.
+    Before a method is timed on a kind of prompt at a temperature, it answers the first batch untimed.
     """
     assert runners[0].label == "vanilla"
     done = {row_key(row): row for row in folder.rows}
@@ -188,14 +190,12 @@ def _measure(
 def _warm_up(model: LongSpec, runner: Runner, batch: Sequence[Task], max_new_tokens: int) -> None:
     runner.forget()
     prompts = [task.item.prompt(model, []) for task in batch]
-    asked = [Asked(min(WARM_UP, max_new_tokens), task.temperature, 0) for task in batch]
-    runner.answers(prompts, asked)
+    runner.answers(prompts, min(WARM_UP, max_new_tokens), batch[0].temperature, [0] * len(batch))
 
 
 def _rows(
     model: LongSpec, runner: Runner, batch: Sequence[Task], setting: RunSetting, done: Mapping[Any, Row]
 ) -> list[Row]:
-    """Run items side by side and make a row of each."""
     runner.forget()
     gc.collect()
     memory = PeakMemory(model.target.device)
@@ -221,7 +221,7 @@ class _Talk:
 
 
 def _row(model: LongSpec, runner: Runner, task: Task, talk: _Talk, vanilla: Row | None) -> Row:
-    """What is to be kept of an item; `vanilla` is the row of vanilla's first repeat."""
+    """The row of an item; `vanilla` is the row of vanilla's first repeat."""
     prompts, answers = talk.prompts, talk.answers
     row: Row = {
         "workload": task.workload,
@@ -248,7 +248,7 @@ def _row(model: LongSpec, runner: Runner, task: Task, talk: _Talk, vanilla: Row 
         row["rounds"] = sum(answer.rounds or 0 for answer in answers)
         row["accepted_by_depth"] = accepted_by_depth(depths)
     if task.repeat == 0:
-        # The answers themselves are alike in every repeat, or the digest tells; once is enough.
+        # The digest shows whether the answers of other repeats are the same, so they are kept once.
         row["token_ids"] = [answer.token_ids for answer in answers]
         row["depths"] = [answer.depths for answer in answers]
         row["pieces"] = talk.pieces
@@ -260,17 +260,18 @@ def _row(model: LongSpec, runner: Runner, task: Task, talk: _Talk, vanilla: Row 
 def _converse(
     model: LongSpec, runner: Runner, batch: Sequence[Task], max_new_tokens: int
 ) -> tuple[list[_Talk], float]:
-    """All turns of all items, turn by turn; and the seconds from each turn's submission to the end of its
-    last answer, summed over the turns."""
+    """Run all turns of all items, turn by turn.
+
+    Also returns the seconds from each turn's submission to the end of its last answer, summed over turns.
+    """
     talks, seconds = [_Talk() for _ in batch], 0.0
     for turn in range(max(task.item.num_turns for task in batch)):
         now = [(task, talk) for task, talk in zip(batch, talks, strict=True) if turn < task.item.num_turns]
         for task, talk in now:
             talk.prompts.append(task.item.prompt(model, ["".join(one) for one in talk.pieces]))
-        answers = runner.answers(
-            [talk.prompts[-1] for _, talk in now],
-            [Asked(max_new_tokens, task.temperature, task.seed) for task, _ in now],
-        )
+        prompts = [talk.prompts[-1] for _, talk in now]
+        seeds = [task.seed for task, _ in now]
+        answers = runner.answers(prompts, max_new_tokens, batch[0].temperature, seeds)
         seconds += max(one.prefill_seconds + one.decode_seconds for one in answers)
         for (_, talk), answer in zip(now, answers, strict=True):
             talk.answers.append(answer)

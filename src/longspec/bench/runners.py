@@ -14,15 +14,6 @@ from longspec.options import Options, read_options
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How an answer is to be made."""
-
-    max_new_tokens: int
-    temperature: float
-    seed: int
-
-
-@dataclass(frozen=True)
 class Answer:
     """One turn's answer and its figures."""
 
@@ -30,12 +21,12 @@ class Answer:
     """The method that answered: what `auto` settled on."""
     token_ids: list[int]
     first_tokens: int
-    """How many of them came with the prefill, and so do not count as decoded."""
+    """How many of them came with the prefill, so that they do not count as decoded."""
     prefill_seconds: float
     decode_seconds: float
     rounds: int | None
     depths: list[int] | None
-    """How each token came; None where that is not known."""
+    """The depth at which each token was drafted, 0 for the target's own; None where it is not known."""
     finish_reason: str
 
 
@@ -44,10 +35,12 @@ class Runner(Protocol):
 
     label: str
     same_when_sampled: bool
-    """Whether it must say what vanilla says at temperatures above 0, too: it draws with the same noise."""
+    """Whether it must emit vanilla's tokens at temperatures above 0 too, because it uses the same noise."""
 
-    def answers(self, prompts: Many[list[int]], asked: Many[Asked]) -> list[Answer]:
-        """Answer them side by side; what an earlier turn of the same items left in a cache may be used."""
+    def answers(
+        self, prompts: Many[list[int]], max_new_tokens: int, temperature: float, seeds: Many[int]
+    ) -> list[Answer]:
+        """Answer the prompts side by side. An earlier turn of the same items may still be cached."""
         ...
 
     def forget(self) -> None:
@@ -66,19 +59,17 @@ class OurMethod:
             # Raises for a bad size or a missing draft, before anything runs.
             self._choice.fit(model.engine.models)
 
-    def _options(self, asked: Many[Asked]) -> Options:
+    def answers(
+        self, prompts: Many[list[int]], max_new_tokens: int, temperature: float, seeds: Many[int]
+    ) -> list[Answer]:
         given = {
-            "max_new_tokens": asked[0].max_new_tokens,
-            "temperature": asked[0].temperature,
-            "seed": [one.seed for one in asked],
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "seed": list(seeds),
             "method": self._choice.name,
             "acceptance": self._acceptance,
             **{name: getattr(self._choice, name) for name in self._choice.options()},
         }
-        return cast("Options", given)
-
-    def answers(self, prompts: Many[list[int]], asked: Many[Asked]) -> list[Answer]:
-        """See `Runner.answers`. They differ in their seeds alone."""
         rule = "" if self.same_when_sampled else f":acceptance={self._acceptance}"
         return [
             Answer(
@@ -91,11 +82,10 @@ class OurMethod:
                 depths=found.depths,
                 finish_reason=found.finish_reason,
             )
-            for found in self._model.generate(list(prompts), **self._options(asked))
+            for found in self._model.generate(list(prompts), **cast("Options", given))
         ]
 
     def forget(self) -> None:
-        """See `Runner.forget`."""
         self._model.reset()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,21 +26,22 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of these values."""
         return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One method on one kind of prompt. Speeds are of decoding alone, and prefill is told apart; those of
-    batches are of both."""
+    """One method on one kind of prompt.
+
+    A speed counts decoding alone and the prefill is given apart; the speed of batches counts both.
+    """
 
     workload: str
     kind: str
     temperature: float
     method: str
     ran: list[str]
-    """What answered: the method itself, or what `auto` settled on."""
+    """The methods that answered: the method itself, or what `auto` chose."""
     items: int
     repeats: int
     prompt_tokens: int
@@ -52,27 +53,27 @@ class Figures:
     """Of all prompts of a repeat."""
     decode_seconds: Spread
     speedup: dict[str, Spread]
-    """How many times as fast as each other method that can be a yardstick: vanilla, and all of hf."""
+    """The speed relative to each baseline: vanilla, and every way of hf."""
     tau: float | None
     tau_without_loops: float | None
-    """The same up to where an answer begins to repeat itself to its end, which is easy to draft."""
+    """tau up to where an answer begins to repeat itself, because repeated text is easy to draft."""
     acceptance: list[float]
     """The share of rounds that kept an accepted token at depth 1, 2, ..."""
     peak_memory: int
     memory_above_start: int
-    """The peak beyond what was in use when the answer began: the KV cache and what computing takes."""
+    """The peak less what was in use when the answer began: KV and activations."""
     compared: int
-    """Answers that were held against vanilla's, over all repeats."""
+    """Answers that were compared with vanilla's, over all repeats."""
     different: int
-    """Those of them that were not the same."""
+    """Compared answers that differ from vanilla's."""
     ties: int
-    """Those of these whose first difference lay within the type's rounding."""
+    """Differences whose margin lies within the rounding of the dtype."""
     largest_margin: float | None
-    """Of the differences: how many logits lay between the two tokens, whichever a fresh pass prefers."""
+    """The largest distance in logits between the two tokens of a difference, by a fresh pass."""
 
     @property
     def name(self) -> str:
-        """The prompts that it is about."""
+        """The workload with the kind of its prompts."""
         own = self.kind in self.workload.split(":")
         return self.workload if own else f"{self.workload}/{self.kind}"
 
@@ -92,19 +93,14 @@ def summarise(rows: Iterable[Row]) -> list[Figures]:
     return figures
 
 
-def to_json(figures: Sequence[Figures]) -> list[dict[str, Any]]:
-    """The same as plain values."""
-    return [asdict(one) for one in figures]
-
-
 def _distinct(rows: Sequence[Row], *names: str) -> list[tuple[Any, ...]]:
     return list(dict.fromkeys(tuple(row[name] for name in names) for row in rows))
 
 
 def _figures(kind: str, method: str, by_method: dict[str, list[Row]]) -> Figures:
     rows = by_method[method]
-    yardsticks = [name for name in by_method if name == "vanilla" or name.startswith("hf")]
-    ratios = {name: _ratios(rows, by_method[name]) for name in yardsticks}
+    baselines = [name for name in by_method if name == "vanilla" or name.startswith("hf")]
+    ratios = {name: _ratios(rows, by_method[name]) for name in baselines}
     first = [row for row in rows if row["repeat"] == min(row["repeat"] for row in rows)]
     drafted = [row for row in rows if "rounds" in row]
     margins = [row["difference"]["margin"] for row in rows if row["difference"]]
@@ -191,6 +187,7 @@ def _tau_without_loops(rows: Sequence[Row]) -> float | None:
 def _acceptance(rows: Sequence[Row]) -> list[float]:
     rounds = sum(row["rounds"] for row in rows)
     depth = max((len(row["accepted_by_depth"]) for row in rows), default=0)
-    counts = [sum(row["accepted_by_depth"][d] for row in rows if d < len(row["accepted_by_depth"]))
-              for d in range(depth)]  # fmt: skip
-    return [count / rounds for count in counts] if rounds else []
+    counts = np.zeros(depth)
+    for row in rows:
+        counts[: len(row["accepted_by_depth"])] += row["accepted_by_depth"]
+    return (counts / rounds).tolist() if rounds else []

@@ -1,14 +1,15 @@
-"""Prompts under a name, read from JSONL files; `catalogue` has those that need no file."""
+"""Prompts under a name, read from files; `catalogue` has the workloads that need no file."""
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from longspec.api import LongSpec
+from longspec.data.records import read_records
 from longspec.errors import UserError
 
 
@@ -18,17 +19,16 @@ class Item:
 
     id: str
     kind: str
-    """What it is grouped with in the tables."""
+    """The group that it belongs to in the tables."""
     turns: tuple[str, ...] = ()
-    """What the user says, turn after turn; the model's answers come between."""
+    """The user's messages; the model's answers come between them."""
     raw: bool = False
     """Whether the text is continued as it is, without the chat template."""
     ids: tuple[int, ...] | None = None
-    """The prompt's tokens, where they are fixed; there are no turns then."""
+    """The prompt's tokens, where they are fixed; there are then no turns."""
 
     @property
     def num_turns(self) -> int:
-        """How many answers it asks for."""
         return 1 if self.ids is not None else len(self.turns)
 
     def prompt(self, model: LongSpec, answers: Sequence[str]) -> list[int]:
@@ -54,47 +54,25 @@ class Workload:
     """Items that were dropped because of their length."""
 
     def first(self, limit: int | None) -> Workload:
-        """Its first items, `limit` of each kind; None keeps all."""
+        """The first `limit` items of each kind; None keeps all."""
         if limit is None:
             return self
-        seen: dict[str, int] = {}
+        seen: Counter[str] = Counter()
         kept = []
         for item in self.items:
-            seen[item.kind] = seen.get(item.kind, 0) + 1
+            seen[item.kind] += 1
             if seen[item.kind] <= limit:
                 kept.append(item)
         return replace(self, items=tuple(kept))
 
 
-def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The objects of a JSONL file with the numbers of their lines; empty lines do not count."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}, line {number}: not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise UserError(f"{path}, line {number}: not a JSON object")
-        found.append((number, values))
-    return found
-
-
 def read_file(path: Path) -> Workload:
-    """Any JSONL with a `prompt` in each line, or with `turns` as Spec-Bench and EAGLE have them."""
+    """The prompts of a file: each record has a `prompt`, or `turns` as in Spec-Bench and EAGLE."""
     items = []
-    for number, values in read_lines(path):
+    for number, (place, values) in enumerate(read_records([str(path)]), 1):
         turns = values["turns"] if "turns" in values else [values.get("prompt")]
         if not isinstance(turns, list) or not turns or not all(_is_text(turn) for turn in turns):
-            raise UserError(
-                f"{path}, line {number}: needs a text 'prompt', or 'turns' that is a list of texts, not empty"
-            )
+            raise UserError(f"{place}: needs a text 'prompt', or 'turns' that is a list of texts, not empty")
         name = str(values.get("id", values.get("question_id", number)))
         kind = str(values.get("kind") or values.get("category") or path.stem)
         items.append(Item(name, kind, tuple(turns), raw=values.get("raw") is True))
@@ -110,7 +88,7 @@ def _is_text(value: Any) -> bool:
 
 
 def fitting(workload: Workload, model: LongSpec, max_new_tokens: int) -> Workload:
-    """The prompts that fit into the target's context with their answers; refused where none does."""
+    """The prompts that fit into the target's context with their answers; raises where none does."""
     if not workload.items:
         raise UserError(f"workload {workload.name} has no prompts")
     limit, lengths, kept = model.engine.max_length, [], []
@@ -128,7 +106,7 @@ def fitting(workload: Workload, model: LongSpec, max_new_tokens: int) -> Workloa
 
 
 def _needed(item: Item, model: LongSpec, max_new_tokens: int) -> int:
-    """The tokens of the prompt and, of a conversation, of all that follows it."""
+    """The tokens of the prompt, its answer, and all later turns of the conversation."""
     words = [model.tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in item.turns[1:]]
     later = sum(len(ids) + max_new_tokens + 16 for ids in words)  # 16: the template's marks of a turn
     return len(item.prompt(model, [])) + max_new_tokens + later

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -255,7 +256,6 @@ def _bench(arguments: argparse.Namespace, settings: RunSetting, workloads: Workl
     from longspec.bench.plots import can_draw
     from longspec.bench.report import markdown
     from longspec.bench.run import bench
-    from longspec.bench.summary import to_json
     from longspec.hub import resolve
     from longspec.progress import count_bar
 
@@ -274,7 +274,7 @@ def _bench(arguments: argparse.Namespace, settings: RunSetting, workloads: Workl
         bar=lambda total: count_bar("answers", total),
     )
     if arguments.json:
-        print(json.dumps({"run": str(output), "figures": to_json(figures)}))
+        print(json.dumps({"run": str(output), "figures": [asdict(one) for one in figures]}))
     else:
         run = read_run(output)[0]
         if sys.stdout.isatty():

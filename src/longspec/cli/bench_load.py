@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 def _load(arguments: argparse.Namespace) -> int:
     from longspec.bench.catalogue import check_name, load_workload
-    from longspec.bench.load import LoadSetting, measure_load, to_json
+    from longspec.bench.load import LoadSetting, measure_load
     from longspec.bench.workloads import fitting
     from longspec.models.files import write_whole
     from longspec.progress import count_bar
@@ -68,7 +69,7 @@ def _load(arguments: argparse.Namespace) -> int:
     data = Path(arguments.data) if arguments.data else None
     workload = fitting(load_workload(arguments.workload, model, data), model, setting.max_new_tokens)
     found = measure_load(model, workload, setting, count_bar)
-    text = json.dumps(to_json(found))
+    text = json.dumps(asdict(found))
     if arguments.output:
         write_whole(Path(arguments.output), text.encode() + b"\n")
     if arguments.json:

@@ -1,4 +1,4 @@
-"""The records of small inputs, one after the other, for what needs neither workers nor resuming."""
+"""The records of small inputs, for callers that need neither workers nor resuming."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from longspec.data.read import Position, read_chunks
 from longspec.errors import UserError
 
 
-def read_records(inputs: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Every record of these files and folders; one that is no JSON object is refused by its place."""
+def read_records(inputs: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every record of these files and folders with its place, such as "texts.jsonl line 3"."""
     if not inputs:
         return
     for chunk in read_chunks(find_files(inputs), Position()):
@@ -24,6 +24,6 @@ def read_records(inputs: Sequence[str]) -> Iterator[dict[str, Any]]:
                 raise UserError(f"{place}: this is no JSON: {error}") from error
             if not isinstance(record, dict):
                 raise UserError(f"{place}: this is {type(record).__name__} and not a JSON object")
-            yield record
+            yield place, record
         if chunk.fault:
             raise UserError(f"{chunk.file.label}: {chunk.fault}")

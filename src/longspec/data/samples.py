@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from longspec import hub
 from longspec.data.screen import is_repetitive, loop_start, signature
 from longspec.data.shards import Role
 from longspec.decoding.choose import hash_bits, uniform
@@ -42,23 +43,6 @@ _MARK = "7f3a9c51"
 _SEEDS = 2**63
 # Of a token, in prose and at the most that is reckoned with.
 _LIKELY_CHARACTERS, _MOST_CHARACTERS = 4, 8
-
-
-@dataclass(frozen=True)
-class Mix:
-    """What to sample, and how."""
-
-    modes: dict[str, float]
-    """Shares; they need not add up to 1."""
-    temperatures: tuple[float, ...]
-    """Each answer is written at one of them."""
-    question_temperature: float
-    max_new_tokens: int
-    max_question_tokens: int
-    given_tokens: int
-    """How much of a document is given."""
-    seq_length: int
-    seed: int
 
 
 @dataclass
@@ -170,24 +154,94 @@ def _texts(*values: Any) -> bool:
     )
 
 
+FILES = {"prompts": read_prompt, "documents": read_document}
+
+
+@dataclass(frozen=True)
+class SynthesisOptions:
+    """What `longspec data synthesize` is asked for."""
+
+    output: Path
+    tokens: int
+    target: str = hub.DEFAULT_TARGET
+    revision: str | None = None
+    offline: bool = False
+    modes: dict[str, float] | None = None
+    """Shares of the modes; questions alone where it is None."""
+    prompts: Path | None = None
+    documents: Path | None = None
+    prefixes: Path | None = None
+    """A file with a beginning per line; each question starts with one."""
+    temperatures: tuple[float, ...] = (0.0, 0.3, 0.7, 1.0)
+    question_temperature: float = 1.0
+    max_new_tokens: int = 512
+    max_question_tokens: int = 128
+    given_tokens: int = 256
+    seq_length: int = 1024
+    batch: int | None = None
+    shard_samples: int | None = None
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    licence: str | None = None
+    seconds: float | None = None
+    """After so many, the shard at hand is the last one, and the dataset is finished with what there is."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "max_new_tokens", "max_question_tokens", "given_tokens", "seq_length"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("batch", "shard_samples"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.seconds is not None and not self.seconds >= 0:
+            raise UserError(f"seconds is {self.seconds}; it must be 0 or more")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"seed is {self.seed}; it must fit into 64 bits")
+        if not self.temperatures:
+            raise UserError("temperatures is empty; give at least one, such as 0.7")
+        for temperature in (*self.temperatures, self.question_temperature):
+            Sampling(temperature)
+        shares = self.shares
+        for mode, share in shares.items():
+            if mode not in MODES or not 0 <= share < float("inf"):
+                raise UserError(f"mode {mode}:{share} is unknown; shares of {', '.join(MODES)} are needed")
+        if not sum(shares.values()):
+            raise UserError("all shares of the modes are 0; give one a share")
+        for mode in FILES:
+            if bool(shares.get(mode)) != (getattr(self, mode) is not None):
+                raise UserError(f"mode {mode} and its file belong together: --mode {mode}:1 --{mode} FILE")
+        if self.prefixes is not None and not shares.get("questions"):
+            raise UserError("--prefixes are for questions; give --mode questions a share")
+        if self.seq_length < 64 or (shares.get("documents") and self.given_tokens > self.seq_length - 32):
+            raise UserError(
+                f"seq_length is {self.seq_length}; it must be at least 64, and 32 above given_tokens"
+            )
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """`modes`, or the default."""
+        return self.modes or {"questions": 1.0}
+
+
 class Script:
     """Makes samples, the sequences that write them, and texts of what was written."""
 
     def __init__(
         self,
-        mix: Mix,
+        options: SynthesisOptions,
         encoder: PromptEncoder,
         prompts: JsonLines | None = None,
         documents: JsonLines | None = None,
         topics: tuple[str, ...] = (),
         eos_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._mix, self._tokenizer = mix, encoder.tokenizer
+        self._options, self._tokenizer = options, encoder.tokenizer
         self._prompts, self._documents, self._topics = prompts, documents, topics
         self.turn_end: int | None = None
         """The token that ends a user's turn, where the template has one."""
         self._before = self._after = ""
-        if mix.modes.get("questions") or mix.modes.get("prompts"):
+        if options.shares.get("questions") or options.shares.get("prompts"):
             if not self._tokenizer.chat_template:
                 raise UserError("the target has no chat template; --mode documents goes without one")
             rendered = self._render([{"role": "user", "content": _MARK}])
@@ -203,21 +257,23 @@ class Script:
 
     def samples(self, first: int, count: int) -> list[Sample]:
         """Samples `first` to `first + count`, ready for their first sequence."""
-        mix, stop = self._mix, first + count
-        names = [name for name in MODES if mix.modes.get(name)]
-        shares = np.cumsum([mix.modes[name] for name in names])
+        options, stop = self._options, first + count
+        names = [name for name in MODES if options.shares.get(name)]
+        shares = np.cumsum([options.shares[name] for name in names])
         kinds = np.searchsorted(shares, self._draws(0, stop, _MODE) * shares[-1], side="right")
         temperatures, offsets, topics = (
             self._draws(first, stop, stream) for stream in (_TEMPERATURE, _OFFSET, _TOPIC)
         )
-        noise = hash_bits(torch.tensor(mix.seed), torch.arange(first, stop), torch.tensor(_NOISE)).tolist()
+        noise = hash_bits(
+            torch.tensor(options.seed), torch.arange(first, stop), torch.tensor(_NOISE)
+        ).tolist()
         # So many of its mode came before a sample: files are gone through in order, again and again.
         one_hot = kinds[:, None] == np.arange(len(names))
         ranks = (np.cumsum(one_hot, 0) - 1)[one_hot][first:]
         found = []
         for index in range(first, stop):
             kind, at = kinds[index], index - first
-            temperature = mix.temperatures[int(temperatures[at] * len(mix.temperatures))]
+            temperature = options.temperatures[int(temperatures[at] * len(options.temperatures))]
             sample = Sample(index, names[kind], temperature, int(noise[at]))
             rank = int(ranks[at])
             if sample.mode == "documents":
@@ -233,13 +289,13 @@ class Script:
 
     def sequence(self, sample: Sample) -> Sequence:
         """What the target is to continue next, of a sample that is neither finished nor dropped."""
-        mix = self._mix
+        options = self._options
         if sample.mode == "questions" and not sample.messages:
             prompt = self._asking[sample.topic]
-            room, temperature = mix.max_question_tokens, mix.question_temperature
+            room, temperature = options.max_question_tokens, options.question_temperature
         else:
-            prompt, room, temperature = sample.tokens, mix.max_new_tokens, sample.temperature
-        limit = min(room, mix.seq_length - len(prompt))
+            prompt, room, temperature = sample.tokens, options.max_new_tokens, sample.temperature
+        limit = min(room, options.seq_length - len(prompt))
         seed = (sample.noise ^ sample.num_sequences) % _SEEDS
         return Sequence(list(prompt), limit, Sampling(temperature), seed, self._eos_ids, VANILLA)
 
@@ -301,7 +357,7 @@ class Script:
             return  # the template writes earlier answers in another way: what follows would not fit on
         new = self._encode(rendered[len(before) :])
         new = new[1:] if new[:1] == [end] else new
-        if self._mix.seq_length - len(sample.tokens) - len(new) >= _LEAST_ROOM:
+        if self._options.seq_length - len(sample.tokens) - len(new) >= _LEAST_ROOM:
             sample.messages, sample.turns, sample.rendered = messages, sample.turns[1:], rendered
             sample.add(new, Role.PROMPT)
             sample.finished = False
@@ -309,13 +365,13 @@ class Script:
     def _give_messages(self, sample: Sample) -> None:
         sample.rendered = self._render(sample.messages)
         sample.add(self._encode(sample.rendered), Role.PROMPT)
-        if self._mix.seq_length - len(sample.tokens) < _LEAST_ROOM:
+        if self._options.seq_length - len(sample.tokens) < _LEAST_ROOM:
             sample.dropped = "too long"
 
     def _give_document(self, sample: Sample, rank: int, offset: float) -> None:
         """A piece from anywhere in the document."""
         assert self._documents is not None
-        text, given = read_document(self._documents[rank % len(self._documents)]), self._mix.given_tokens
+        text, given = read_document(self._documents[rank % len(self._documents)]), self._options.given_tokens
         # Only what is needed is tokenised: a document may be a whole book.
         start = int(offset * max(1, len(text) - _LIKELY_CHARACTERS * given + 1))
         start = text.find(" ", start) if start else 0
@@ -335,6 +391,6 @@ class Script:
 
     def _draws(self, first: int, stop: int, stream: int) -> NDArray[np.float64]:
         """A number in [0, 1) for each sample."""
-        seed, samples = torch.tensor(self._mix.seed), torch.arange(first, stop)
+        seed, samples = torch.tensor(self._options.seed), torch.arange(first, stop)
         drawn: NDArray[np.float64] = uniform(seed, samples, torch.tensor(stream)).numpy()
         return drawn

@@ -33,7 +33,7 @@ from longspec.data.shards import (
     write_shard,
 )
 from longspec.engine.engine import Engine
-from longspec.errors import UserError
+from longspec.errors import UserError, check_same
 from longspec.models.files import read_json, write_whole
 
 _PROGRESS = "progress"
@@ -114,13 +114,7 @@ def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         return settings
     if settings["batch"] is None:
         settings |= {"batch": known.get("batch")}
-    other = [
-        f"{name} {known.get(name)!r} there and {settings.get(name)!r} here"
-        for name in sorted(known | settings)
-        if known.get(name) != settings.get(name)
-    ]
-    if other:
-        raise UserError(f"{folder} was begun with {', '.join(other)}; use the same flags or another --output")
+    check_same(folder, known, settings)
     return settings
 
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from longspec import hub
-from longspec.data.shards import Source, read_info
+from longspec.data.shards import Source, merged, read_info
 from longspec.errors import UserError
 from longspec.models.draft_files import PUBLISHED_FILE
 from longspec.models.files import read_json, write_whole
@@ -183,22 +183,12 @@ def model_card(stages: list[Stage], draft: dict[str, Any]) -> str:
         shares = ", ".join(f"{share:.3f}" for share in chain)
         lines += [f"Share of rounds with the token at depth 1, 2, ... accepted, held out: {shares}.", ""]
     lines += ["## Data", "", "| source | licence | documents | tokens |", "|---|---|---|---|"]
-    for source in _summed(stages):
+    # Stages may share a dataset, which counts once.
+    for source in merged(dict.fromkeys(source for stage in stages for source in stage.sources)):
         documents, tokens = f"{source.num_documents:,}", f"{source.num_tokens:,}"
         lines.append(f"| {source.name} | {source.licence} | {documents} | {tokens} |")
     lines += ["", "The settings and the outcome of every stage are in `training.yaml`.", ""]
     return "\n".join(lines)
-
-
-def _summed(stages: list[Stage]) -> list[Source]:
-    """Each source once, with what all of its datasets hold."""
-    found: dict[tuple[str, str], Source] = {}
-    for source in dict.fromkeys(source for stage in stages for source in stage.sources):
-        key = (source.name, source.licence)
-        known = found.get(key, Source(*key, 0, 0))
-        documents, tokens = known.num_documents + source.num_documents, known.num_tokens + source.num_tokens
-        found[key] = Source(*key, documents, tokens)
-    return list(found.values())
 
 
 def _row(stage: Stage) -> str:

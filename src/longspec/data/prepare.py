@@ -60,7 +60,7 @@ class PrepareOptions(Recipe):
     workers: int = 1
 
     def check(self) -> None:
-        """Refuse what makes no sense, before anything is read."""
+        """Refuse bad values before anything is read."""
         least = {"seq_length": 2, "min_tokens": 1, "skip": 0, "limit": 1, "shard_sequences": 1, "workers": 1}
         for name, minimum in least.items():
             value = getattr(self, name)
@@ -82,7 +82,7 @@ class PrepareOptions(Recipe):
 
 @dataclass
 class PrepareState:
-    """How far the work is, at a shard's end."""
+    """How far the work has come at the end of a shard."""
 
     settings: dict[str, Any]
     position: Position = field(default_factory=Position)
@@ -165,7 +165,6 @@ class _Job:
         """Packed in this run."""
 
     def take(self, chunk: Chunk, outcomes: list[Encoded | Bad]) -> None:
-        """The outcomes of the next chunk."""
         for index, outcome in enumerate(outcomes):
             here = Position(chunk.index, outcome.number, 0, chunk.first_record + index)
             if isinstance(outcome, Bad):
@@ -183,7 +182,7 @@ class _Job:
             self.state.bad_places.append(f"{bad.place}: {bad.reason}")
 
     def _put(self, encoded: Encoded, here: Position) -> None:
-        """Pack a document, from where the last shard left it."""
+        """Pack a document, or the rest of it that the last shard had no room for."""
         start, origin = self.state.position, (encoded.source, encoded.licence)
         document = (
             encoded.document[: self._options.seq_length] if self._options.truncate else encoded.document
@@ -207,7 +206,7 @@ class _Job:
                 )
 
     def _write(self, position: Position) -> None:
-        """Write the shard that is full; after it, the work can go on from `position`."""
+        """Write the full shard; work resumes from `position`."""
         origins = [*self._documents.keys() | self._tokens.keys()]
         sources = [Source(*one, self._documents[one], self._tokens[one]) for one in sorted(origins)]
         folder, state = self._options.folder, self.state

@@ -1,4 +1,4 @@
-"""What the target is asked to write: each sample from its index alone, in one of three modes.
+"""What the target is asked to write. A sample follows from its index alone and has one of three modes.
 
 questions   the target asks itself: the chat template's user prefix, continued to the end of that turn, is
             a question, which it then answers
@@ -8,46 +8,43 @@ documents   it continues pieces of given documents, without the chat template
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from longspec import hub
+from longspec.data.records import JsonLines, read_document, read_prompt
 from longspec.data.screen import is_repetitive, loop_start, signature
 from longspec.data.shards import Role
 from longspec.decoding.choose import hash_bits, uniform
 from longspec.decoding.methods import VANILLA
 from longspec.decoding.sampling import Sampling
 from longspec.engine.sequence import Sequence
-from longspec.errors import UserError, naming
+from longspec.errors import UserError
 from longspec.prompts import PromptEncoder
 
 MODES = ("documents", "prompts", "questions")
-"""In the order in which they are written: long prompts first, so that those of like length meet."""
+"""In the order in which they are written: long prompts first, so that prompts of like length run together."""
 # Streams of numbers that belong to a sample.
 _MODE, _TEMPERATURE, _OFFSET, _TOPIC, _NOISE = range(5)
-# An answer that would have less room than this is not begun, and one cut to less is dropped.
+# Tokens: an answer with less room is not begun, and an answer cut to less is dropped.
 _LEAST_ROOM = 32
-# Answers shorter than this may well be alike.
+# Shorter answers are often alike, so they are not compared.
 _LEAST_COMPARED = 32
 _QUESTION, _ANSWER = 0, 1
 _MARK = "7f3a9c51"
 # Seeds are below this.
 _SEEDS = 2**63
-# Of a token, in prose and at the most that is reckoned with.
+# Characters per token: likely in prose, and the most that is expected.
 _LIKELY_CHARACTERS, _MOST_CHARACTERS = 4, 8
 
 
 @dataclass
 class Sample:
-    """One text in the making."""
+    """A text that is being written."""
 
     index: int
     mode: str
@@ -57,15 +54,15 @@ class Sample:
     topic: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
-    """What the user says later."""
+    """The user's later messages."""
     rendered: str = ""
     """The conversation as the chat template writes it."""
     tokens: list[int] = field(default_factory=list)
     roles: list[int] = field(default_factory=list)
     num_sequences: int = 0
-    """What the target has answered of it so far."""
+    """How many sequences the target has written for this sample."""
     question: NDArray[np.uint64] | None = None
-    """The signature of a question that was just written, until it is compared."""
+    """The signature of a new question, until it is compared."""
     answers: list[NDArray[np.uint64]] = field(default_factory=list)
     was_cut: bool = False
     dropped: str | None = None
@@ -73,85 +70,8 @@ class Sample:
     finished: bool = False
 
     def add(self, tokens: list[int], role: Role) -> None:
-        """Append tokens of one role."""
         self.tokens += tokens
         self.roles += [int(role)] * len(tokens)
-
-
-class JsonLines:
-    """The objects of a JSONL file, checked once and read when they are asked for."""
-
-    def __init__(self, path: Path, check: Callable[[Mapping[str, Any]], object]) -> None:
-        self.path, self._offsets = path, [0]
-        digest = hashlib.sha256()
-        try:
-            with open(path, "rb") as file:
-                for number, line in enumerate(file, 1):
-                    digest.update(line)
-                    if line.strip():
-                        with naming(f"{path}, line {number}"):
-                            check(_parse(line))
-                        self._offsets[-1:] = [file.tell() - len(line), file.tell()]
-                    else:
-                        self._offsets[-1] = file.tell()
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from error
-        if not len(self):
-            raise UserError(f"{path} has no lines; one JSON object per line is needed")
-        self.fingerprint = digest.hexdigest()[:16]
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        with open(self.path, "rb") as file:
-            file.seek(self._offsets[index])
-            return _parse(file.readline())
-
-
-def _parse(line: bytes) -> Mapping[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"this is no JSON: {error}") from error
-    if not isinstance(found, Mapping):
-        raise UserError(f"this is {type(found).__name__} and not a JSON object")
-    return found
-
-
-def read_prompt(record: Mapping[str, Any]) -> tuple[list[dict[str, str]], list[str]]:
-    """The messages to answer, and what the user says after that."""
-    messages, turns = record.get("messages"), record.get("turns")
-    if isinstance(messages, list) and messages:
-        if not all(
-            isinstance(one, Mapping) and _texts(one.get("role"), one.get("content")) for one in messages
-        ):
-            raise UserError("each of 'messages' needs texts 'role' and 'content'")
-        found = [{"role": one["role"], "content": one["content"]} for one in messages]
-        while found and found[-1]["role"] == "assistant":
-            found.pop()
-        if not found or found[-1]["role"] != "user":
-            raise UserError("'messages' have no user's message to answer")
-        return found, []
-    if isinstance(turns, list) and turns and _texts(*turns):
-        return [{"role": "user", "content": turns[0]}], list(turns[1:])
-    if _texts(record.get("prompt")) and record["prompt"].strip():
-        return [{"role": "user", "content": record["prompt"]}], []
-    raise UserError("a text 'prompt', a list of texts 'turns' or a list 'messages' is needed")
-
-
-def read_document(record: Mapping[str, Any]) -> str:
-    """The text of a document."""
-    if not _texts(record.get("text")) or not record["text"].strip():
-        raise UserError("a text 'text' is needed")
-    return str(record["text"])
-
-
-def _texts(*values: Any) -> bool:
-    """Whether all are texts that can be encoded; JSON can hold halves of characters."""
-    return all(
-        isinstance(value, str) and value.encode("utf-8", "replace").decode() == value for value in values
-    )
 
 
 FILES = {"prompts": read_prompt, "documents": read_document}
@@ -185,7 +105,7 @@ class SynthesisOptions:
     dtype: str = "auto"
     licence: str | None = None
     seconds: float | None = None
-    """After so many, the shard at hand is the last one, and the dataset is finished with what there is."""
+    """After so many seconds no further shard is begun, and the dataset is finished."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "max_new_tokens", "max_question_tokens", "given_tokens", "seq_length"):
@@ -225,7 +145,7 @@ class SynthesisOptions:
 
 
 class Script:
-    """Makes samples, the sequences that write them, and texts of what was written."""
+    """Makes samples, the sequences that write them, and texts of the written tokens."""
 
     def __init__(
         self,
@@ -267,7 +187,7 @@ class Script:
         noise = hash_bits(
             torch.tensor(options.seed), torch.arange(first, stop), torch.tensor(_NOISE)
         ).tolist()
-        # So many of its mode came before a sample: files are gone through in order, again and again.
+        # The rank of a sample among those of its mode: files are read in order, again and again.
         one_hot = kinds[:, None] == np.arange(len(names))
         ranks = (np.cumsum(one_hot, 0) - 1)[one_hot][first:]
         found = []
@@ -369,7 +289,7 @@ class Script:
             sample.dropped = "too long"
 
     def _give_document(self, sample: Sample, rank: int, offset: float) -> None:
-        """A piece from anywhere in the document."""
+        """Give a piece of a document that begins at a random place."""
         assert self._documents is not None
         text, given = read_document(self._documents[rank % len(self._documents)]), self._options.given_tokens
         # Only what is needed is tokenised: a document may be a whole book.

@@ -39,16 +39,16 @@ from longspec.models.files import read_json, write_whole
 _PROGRESS = "progress"
 # Rounds that a GPU runs before the host looks at the rows; a CPU would only wait for rows that have ended.
 _AHEAD = 8
-# A shard of fewer samples is hardly worth its start.
+# A shard of fewer samples would take longer to start than to write.
 _LEAST_SAMPLES = 16
-# What a sample is taken to bring before any is written.
+# Tokens per sample, before any is known.
 _FIRST_GUESS = 256
 _MARGIN = 1.02
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where samples go, and how many."""
+    """Where samples go, and how many are wanted."""
 
     folder: Path
     num_tokens: int
@@ -67,7 +67,7 @@ class Output:
 
 @dataclass
 class SynthesisState:
-    """What is known between shards."""
+    """The state between two shards."""
 
     num_shards: int = 0
     next_sample: int = 0
@@ -197,7 +197,7 @@ def _make_shard(
     state.next_sample += number
     state.num_tokens += sum(len(sample.tokens) for sample in kept)
     state.counts += counts
-    # First what the next shard must know: a shard that is there has it.
+    # The state is written before the shard, so that every shard has the state of the next one.
     _note(output.folder, state, remembered)
     documents = [
         Document(np.array(sample.tokens, np.uint32), np.array(sample.roles, np.uint8)) for sample in kept
@@ -215,7 +215,7 @@ def _write(
     remembered: list[NDArray[np.uint64]],
     clock: _TokenClock,
 ) -> None:
-    """Have the samples written, wave by wave: first questions and first turns, then what comes after."""
+    """Let the target write the samples in waves: questions and first turns, then what follows them."""
     total = state.num_tokens
     pending = [sample for sample in samples if sample.dropped is None]
     while pending:
@@ -240,7 +240,7 @@ def _keep(seen: Seen, remembered: list[NDArray[np.uint64]], keys: NDArray[np.uin
 
 
 def _note(folder: Path, state: SynthesisState, remembered: list[NDArray[np.uint64]]) -> None:
-    """Put down how things stand after a shard, before the shard itself appears."""
+    """Write the state after a shard, before the shard itself appears."""
     facts = {"next_sample": state.next_sample, "num_tokens": state.num_tokens, "counts": dict(state.counts)}
     keys = np.concatenate(remembered) if remembered else np.zeros(0, np.uint64)
     file = io.BytesIO()
@@ -249,7 +249,7 @@ def _note(folder: Path, state: SynthesisState, remembered: list[NDArray[np.uint6
 
 
 def _recall(folder: Path, state: SynthesisState) -> None:
-    """Take up the state after the last shard that is there."""
+    """Read the state after the last shard that exists."""
     for index in count():
         if not shard_folder(folder, index).exists():
             return

@@ -132,7 +132,7 @@ def _pick_batch(config: ModelConfig, seq_length: int, device: torch.device, dtyp
 
 
 def _licence(folder: Path) -> str:
-    """What the model's files say it is under."""
+    """The licence that the model's files name."""
     if (folder / "longspec.json").is_file():
         licence = read_json(folder / "longspec.json").get("license")
         if licence:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
+
+Entry = TypeVar("Entry")
 
 
 class UserError(ValueError):
@@ -24,6 +27,26 @@ def naming(source: object) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
+
+
+def entry(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
+    """The entry of a table by its name; `what` says in the error what the entries are."""
+    if name not in table:
+        raise UserError(f"the {what} {name!r} is unknown: take one of {', '.join(table)}")
+    return table[name]
+
+
+def check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on in a folder that was begun with other settings."""
+    other = [
+        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+    if other:
+        raise UserError(
+            f"{folder} was begun with other settings ({'; '.join(other)}): use the same, or another folder"
+        )
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -157,7 +157,7 @@ def test_a_full_disk_keeps_what_is_finished(prompts: Path, tiny_folder: Path, tm
         (("--temperature", "nan"), "temperatures are [nan]"),
         (("--baseline", "vllm"), "invalid choice: 'vllm'"),
         (("--batch", "0"), "batch is 0"),
-        (("--workload", "EMPTY"), "has no prompts"),
+        (("--workload", "EMPTY"), "empty.jsonl: it is empty"),
         (("--workload", "BAD"), "line 2: needs a text 'prompt'"),
         (("--workload", "text:2040"), "too long: with 10 new tokens the shortest takes 2050"),
     ],

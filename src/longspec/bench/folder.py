@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from longspec.errors import UserError
+from longspec.errors import UserError, check_same
 from longspec.models.files import read_json, write_whole
 
 RUN, ROWS = "run.json", "rows.jsonl"
@@ -28,7 +28,7 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if (path / RUN).exists():
-                _check_same(path, read_json(path / RUN).get("facts", {}), facts)
+                check_same(path, read_json(path / RUN).get("facts", {}), facts)
             elif (path / ROWS).exists():
                 raise UserError(f"{path} has {ROWS} but no {RUN}: it is not the folder of a run")
             else:
@@ -64,15 +64,6 @@ class RunFolder:
             ) from error
         self._size += len(line)
         self.rows.append(row)
-
-
-def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name):
-            raise UserError(
-                f"{path} holds a run with {name} {before.get(name)!r}, and now it is {now.get(name)!r}: "
-                "the figures would not belong together; give another --output"
-            )
 
 
 def _read_rows(path: Path) -> tuple[list[Row], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from longspec.errors import UserError
+from longspec.errors import UserError, shown
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 # The default tree, as nodes per depth. With its root it has 64 nodes: a tile of our kernels has 64 rows.
@@ -111,9 +111,11 @@ class DraftConfig:
     """Whether what the hidden state adds is scaled and shifted by vectors for each lag."""
 
     def __post_init__(self) -> None:
-        for name in ("window", "max_lag"):
-            if getattr(self, name) < 1:
-                raise UserError(f"the draft config has {name} = {getattr(self, name)}; it must be at least 1")
+        for name, most in (("window", 2**20), ("max_lag", 512)):
+            if not 1 <= (value := getattr(self, name)) <= most:
+                raise UserError(
+                    f"the draft config has {name} = {shown(value)}; it must lie between 1 and {most}"
+                )
         object.__setattr__(self, "cross_layers", tuple(self.cross_layers))  # a config file has a list
         if not self.cross_layers:
             raise UserError("the draft config has no cross_layers; it needs at least one")

@@ -9,7 +9,6 @@ documents   it continues pieces of given documents, without the chat template
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,8 @@ from longspec.decoding.sampling import Sampling
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError, naming
 from longspec.prompts import PromptEncoder
+from longspec.records import parse_record
+from longspec.templates import render_chat
 
 MODES = ("documents", "prompts", "questions")
 """In the order in which they are written: long prompts first, so that those of like length meet."""
@@ -126,13 +127,7 @@ class JsonLines:
 
 
 def _parse(line: bytes) -> Mapping[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"this is no JSON: {error}") from error
-    if not isinstance(found, Mapping):
-        raise UserError(f"this is {type(found).__name__} and not a JSON object")
-    return found
+    return parse_record(line, dict[str, Any], "this line")
 
 
 def read_prompt(record: Mapping[str, Any]) -> tuple[list[dict[str, str]], list[str]]:
@@ -323,12 +318,7 @@ class Script:
         sample.add(tokens[:given], Role.PROMPT)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            )
-        except Exception as error:  # templates raise what they like, as a way to refuse a conversation
-            raise UserError(f"the chat template refused the messages: {error}") from error
+        return render_chat(self._tokenizer, messages, open_turn=True)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

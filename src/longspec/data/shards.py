@@ -24,11 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longspec.errors import UserError
-from longspec.models.files import clear_unfinished, read_json, write_whole
+from longspec.errors import UserError, shown
+from longspec.models.files import clear_unfinished, write_whole
+from longspec.records import read_record
 
 FORMAT = 1
-_INFO = "dataset.json"
+_INFO, _ORIGIN = "dataset.json", "shard.json"
 _TEMPORARY = ".building-"
 _MAX_OPEN = 48
 
@@ -61,6 +62,14 @@ class Source:
     licence: str
     num_documents: int
     num_tokens: int
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What `shard.json` says."""
+
+    sources: list[Source]
+    num_sequences: int
 
 
 @dataclass(frozen=True)
@@ -112,8 +121,8 @@ def write_shard(
                 np.save(file, array)
                 file.flush()
                 os.fsync(file.fileno())
-        origin = {"sources": [asdict(source) for source in sources], "num_sequences": len(sequences)}
-        write_whole(building / "shard.json", json.dumps(origin, indent=1).encode())
+        origin = Origin(list(sources), len(sequences))
+        write_whole(building / _ORIGIN, json.dumps(asdict(origin), indent=1).encode())
         if goal.exists():
             shutil.rmtree(goal)
         building.rename(goal)
@@ -131,8 +140,7 @@ def finish(
     num_sequences = seq_length = 0
     for index in range(num_shards):
         shard = shard_folder(folder, index)
-        for found in read_json(shard / "shard.json")["sources"]:
-            new = Source(**found)
+        for new in read_record(shard / _ORIGIN, Origin).sources:
             old = sources.get((new.name, new.licence), Source(new.name, new.licence, 0, 0))
             sources[new.name, new.licence] = Source(
                 new.name,
@@ -174,7 +182,7 @@ class Dataset:
         self.folder, self.info = folder, read_info(folder)
         self._open: dict[int, tuple[Any, ...]] = {}
         shards = [shard_folder(folder, index) for index in range(self.info.num_shards)]
-        self._ends = np.cumsum([int(read_json(shard / "shard.json")["num_sequences"]) for shard in shards])
+        self._ends = np.cumsum([read_record(shard / _ORIGIN, Origin).num_sequences for shard in shards])
         if not len(self):
             raise UserError(f"the dataset {folder} has no sequences")
 
@@ -227,13 +235,13 @@ def read_info(folder: Path) -> DatasetInfo:
     if not is_finished(folder):
         what = "is not finished: run the command that makes it again" if folder.is_dir() else "is not there"
         raise UserError(f"the dataset {folder} {what}")
-    raw = read_json(folder / _INFO)
-    if raw.pop("format", None) != FORMAT:
+    if read_record(folder / _INFO, dict[str, Any]).get("format") != FORMAT:
         raise UserError(f"the dataset {folder} has another format; prepare it again with this version")
-    try:
-        return DatasetInfo(**raw | {"sources": [Source(**source) for source in raw["sources"]]})
-    except (KeyError, TypeError) as error:
-        raise UserError(f"cannot read {folder / _INFO}: {error}") from error
+    info = read_record(folder / _INFO, DatasetInfo)
+    for name in ("seq_length", "vocab_size", "num_shards", "num_sequences"):
+        if not 1 <= getattr(info, name) < 2**40:
+            raise UserError(f"cannot read {folder / _INFO}: {name} is {shown(getattr(info, name))}")
+    return info
 
 
 def _load(path: Path) -> Any:

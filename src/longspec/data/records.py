@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from longspec.data.inputs import find_files
 from longspec.data.read import Position, read_chunks
 from longspec.errors import UserError
+from longspec.records import parse_record
 
 
 def read_records(inputs: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -18,12 +18,6 @@ def read_records(inputs: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     for chunk in read_chunks(find_files(inputs), Position()):
         for number, raw in chunk.records:
             place = chunk.file.place(number)
-            try:
-                record = json.loads(raw) if isinstance(raw, bytes) else raw
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{place}: this is no JSON: {error}") from error
-            if not isinstance(record, dict):
-                raise UserError(f"{place}: this is {type(record).__name__} and not a JSON object")
-            yield place, record
+            yield place, parse_record(raw, dict[str, Any], place) if isinstance(raw, bytes) else raw
         if chunk.fault:
             raise UserError(f"{chunk.file.label}: {chunk.fault}")

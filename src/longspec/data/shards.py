@@ -126,8 +126,10 @@ def write_shard(
         if goal.exists():
             shutil.rmtree(goal)
         building.rename(goal)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(building, ignore_errors=True)
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(goal)  # a write that fails does not name its file
         raise
 
 
@@ -181,10 +183,15 @@ class Dataset:
     def __init__(self, folder: Path) -> None:
         self.folder, self.info = folder, read_info(folder)
         self._open: dict[int, tuple[Any, ...]] = {}
-        shards = [shard_folder(folder, index) for index in range(self.info.num_shards)]
-        self._ends = np.cumsum([read_record(shard / _ORIGIN, Origin).num_sequences for shard in shards])
-        if not len(self):
-            raise UserError(f"the dataset {folder} has no sequences")
+        sizes = []
+        for index in range(self.info.num_shards):
+            sizes.append(read_record(shard_folder(folder, index) / _ORIGIN, Origin).num_sequences)
+        if min(sizes) < 0 or sum(sizes) != self.info.num_sequences:
+            raise UserError(
+                f"the dataset {folder} is damaged: its shards do not have the "
+                f"{self.info.num_sequences} sequences that {_INFO} tells; make it again"
+            )
+        self._ends = np.cumsum(sizes)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

@@ -24,8 +24,10 @@ def write_whole(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)  # a write that fails does not name its file
         raise
 
 

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.showwarning = _show_warning
     try:
         code: int = arguments.handler(arguments)
-        sys.stdout.flush()
+        _flush()
         return code
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -55,22 +55,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, MemoryError) as error:
-        if isinstance(error, OSError) and not _can_flush():
-            error = OSError(error.errno, error.strerror, "standard output")
         if arguments.debug or not _is_for_users(error):
             raise
         print(f"longspec: error: {_one_line(error)}", file=sys.stderr)
         return 2
 
 
-def _can_flush() -> bool:
-    """Whether stdout still takes what is written; if not, it leads nowhere from now on."""
+def _flush() -> None:
+    """Write out what is left for stdout; an error names it, as other errors name their file."""
     try:
         sys.stdout.flush()
-    except OSError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
-    return True
+        error.filename = "standard output"
+        raise
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import warnings
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.showwarning = _show_warning
     try:
         code: int = arguments.handler(arguments)
-        _flush()
+        sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -55,20 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+            error.filename = "standard output"  # whoever writes a file names it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if arguments.debug or not _is_for_users(error):
             raise
         print(f"longspec: error: {_one_line(error)}", file=sys.stderr)
         return 2
-
-
-def _flush() -> None:
-    """Write out what is left for stdout; an error names it, as other errors name their file."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        error.filename = "standard output"
-        raise
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

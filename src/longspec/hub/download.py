@@ -121,10 +121,10 @@ def _has_weights(folder: Path) -> bool:
             return True
         try:
             index = read_record(folder / f"{stem}.index.json", ShardIndex)
-        except UserError:
+            if all((folder / name).is_file() for name in set(index.weight_map.values())):
+                return True
+        except (UserError, OSError):  # OSError: a name that cannot be one
             continue
-        if all((folder / name).is_file() for name in set(index.weight_map.values())):
-            return True
     return False
 
 

@@ -132,7 +132,7 @@ def _read_index(index: Path) -> dict[str, str]:
         raise UserError(f"{index} names no tensors")
     for name, shard in weight_map.items():
         # A plain file name: an index must not lead to files outside its folder.
-        if shard in ("", ".", "..") or "/" in shard or "\0" in shard:
+        if shard in ("", ".", "..") or "/" in shard or "\0" in shard or len(shard) > 255:
             raise UserError(f"{index} names {shown(shard)}, which is no file name, for {shown(name)}")
     return weight_map
 

@@ -67,6 +67,6 @@ def test_weights_that_are_not_finite_are_refused(tiny_folder: Path, tmp_path: Pa
 
 def test_raw_must_be_true_or_false(tiny: LongSpec) -> None:
     with pytest.raises(UserError, match="raw is 'no'; True or False is needed"):
-        tiny.generate("x", raw="no")  # type: ignore[arg-type]
+        tiny.generate("x", raw="no")  # type: ignore[call-overload]
     with pytest.raises(UserError, match=r"temperature is 1000.*; a finite number is needed"):
         tiny.generate("x", temperature=10**400)

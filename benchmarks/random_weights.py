@@ -34,11 +34,7 @@ from longspec.progress import count_bar
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; a bad value is one line on standard error and exit code 2."""
-    parser = Parser(
-        prog="python -m benchmarks.random_weights",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m benchmarks.random_weights", description=__doc__)
     add_commands(parser, _COMMANDS, "kind")
     arguments = parser.parse_args(argv)
     try:

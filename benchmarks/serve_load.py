@@ -24,7 +24,21 @@ from typing import Any
 
 import httpx
 
-BUILTIN = Path(__file__).parent.parent / "src" / "longspec" / "bench" / "builtin"
+PROMPTS = (
+    "Give three tips for staying healthy.",
+    "Write a Python function that tells whether a word is a palindrome, and explain it.",
+    "A train leaves at 9:40 and arrives at 13:05. How long does it travel? Show your steps.",
+    "Why does the moon have phases? Explain it to a child.",
+    (
+        "Summarise this in two sentences: the council met on Monday to decide about the old bridge. Two "
+        "engineers reported that its pillars are sound but that the road on it is not, and asked for repairs "
+        "before winter. The shopkeepers fear for their trade while it is closed. It was agreed to close one "
+        "side at a time."
+    ),
+    "Translate into French: the library is closed on Sundays, but you can return books at the door.",
+    "Write a short letter to a landlord about a broken heater.",
+    "What are the differences between a list and a tuple in Python?",
+)
 
 
 @dataclass(frozen=True)
@@ -158,13 +172,12 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def read_prompts(path: Path | None) -> Iterator[str]:
-    """The prompts of a JSONL file, or of those that come with LongSpec. Beyond the last they repeat, each
-    time with another number in front, so that no prompt is sent twice."""
-    files = [path] if path else sorted(BUILTIN.glob("*.jsonl"))
-    records = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    texts = [record["prompt"] if "prompt" in record else record["turns"][0] for record in records]
+    """The prompts of a JSONL file, or of this one. Beyond the last they repeat, each time with another number
+    in front, so that no prompt is sent twice."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path else []
+    texts = [json.loads(line)["prompt"] for line in lines] if path else list(PROMPTS)
     if not texts:
-        sys.exit(f"{path or BUILTIN} holds no prompts")
+        sys.exit(f"{path} holds no prompts")
     yield from texts
     for number in count(1):
         yield f"({number}) {texts[number % len(texts)]}"
@@ -197,7 +210,7 @@ def main() -> int:
     parser.add_argument("--model", help="its name, where the server wants one")
     parser.add_argument("--concurrency", default="1,8,32,128", help="numbers of clients (%(default)s)")
     parser.add_argument("--requests", type=int, default=0, help="at each (4 for each client, at least 16)")
-    parser.add_argument("--prompts", type=Path, help="JSONL with a 'prompt' each (those of longspec bench)")
+    parser.add_argument("--prompts", type=Path, help="JSONL with a 'prompt' each (eight that are built in)")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -15,10 +15,11 @@ from longspec.data.shards import Packed, Role
 from longspec.models.draft import GlideDraft
 from longspec.models.placement import pick_dtype
 from longspec.train.compiled import compile_layers
-from longspec.train.engine import Optimisation, TrainingEngine, join, local_device
+from longspec.train.engine import TrainingEngine, join, local_device
 from longspec.train.layout import Draws, Layout, head_rows, lay_out
 from longspec.train.losses import one_chunk
 from longspec.train.objective import Objective
+from longspec.train.schema import StageSettings
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ def measure_training(
     model.initialise(torch.Generator().manual_seed(0))
     model.to(device=device, dtype=dtype)
     processes = join(device)
-    optimisation = Optimisation(micro_batch, 1, 0.0, (0.9, 0.95), 1.0)
+    stage = StageSettings(micro_batch=micro_batch)
     settings = {"zero_optimization": {"stage": 1}}
-    engine = TrainingEngine(target, model, settings, optimisation, processes, device)
+    engine = TrainingEngine(target, model, settings, stage, processes, device)
     chunk = compile_layers(target, model) if compile else one_chunk
     objective = Objective(target, model, soft, engine.run_target, engine.draft, engine.gather, chunk=chunk)
     layouts = [_layout(config, draft, seq_length, micro_batch, seed, device) for seed in range(4)]

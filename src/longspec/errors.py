@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
+
+Entry = TypeVar("Entry")
 
 # Characters of a bad value that an error shows.
 _LONGEST = 120
@@ -45,6 +48,26 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise UserError(f"{name} is {shown(value)}; True or False is needed")
     return value
+
+
+def entry(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
+    """The entry of a table by its name; `what` says in the error what the entries are."""
+    if name not in table:
+        raise UserError(f"the {what} {shown(name)} is unknown: take one of {', '.join(table)}")
+    return table[name]
+
+
+def check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on in a folder that was begun with other settings."""
+    other = [
+        f"{name} was {shown(before.get(name))} and is {shown(now.get(name))}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+    if other:
+        raise UserError(
+            f"{folder} was begun with other settings ({'; '.join(other)}): use the same, or another folder"
+        )
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict, get_args
 
 from longspec.decoding.accept import AcceptanceRule
-from longspec.decoding.methods import Auto, Choice
+from longspec.decoding.methods import Auto, MethodChoice
 from longspec.decoding.methods.registry import all_options, choose_method
 from longspec.decoding.sampling import Sampling
 from longspec.errors import UserError, flag, whole_number, whole_numbers
@@ -55,7 +55,7 @@ class Settings:
 
     sampling: dict[str, Any]
     """Those given; the rest follows the model."""
-    method: Choice
+    method: MethodChoice
     acceptance: AcceptanceRule
     max_new_tokens: int | None
     seed: int | list[int] | None

@@ -1,4 +1,4 @@
-"""One progress bar on standard error, silent where nobody looks."""
+"""Progress bars on standard error; nothing is shown where it is not a terminal."""
 
 from __future__ import annotations
 
@@ -13,31 +13,51 @@ Advance = Callable[[int], None]
 @contextlib.contextmanager
 def byte_bar(label: str, total: int, show: bool) -> Iterator[Advance]:
     """Show a bar of `total` bytes when `show` and standard error is a terminal; yields `advance(bytes)`."""
-    with _bar(label, total, show, in_bytes=True) as update:
-        yield lambda number: update(advance=number)
+    with _advancing_bar(label, total, show, in_bytes=True) as advance:
+        yield advance
 
 
 @contextlib.contextmanager
 def count_bar(label: str, total: int, show: bool = True) -> Iterator[Advance]:
     """The same for `total` things of one kind; yields `advance(number)`."""
-    with _bar(label, total, show) as update:
-        yield lambda number: update(advance=number)
+    with _advancing_bar(label, total, show, in_bytes=False) as advance:
+        yield advance
 
 
 @contextlib.contextmanager
 def token_bar(label: str, total: int, show: bool = True) -> Iterator[Callable[[int, float], None]]:
     """A bar of tokens with their speed; yields `update(tokens so far, tokens per second)`."""
-    with _bar(label, total, show) as update:
-        yield lambda done, speed: update(completed=done, speed=f"{speed:,.0f} tokens/s")
+    if not (show and sys.stderr.isatty()):
+        yield lambda done, speed: None
+        return
+    with rich_bar(label, total, "{task.fields[speed]:,.0f} tokens/s", speed=0.0) as update:
+        yield lambda done, speed: update(completed=done, speed=speed)
 
 
 @contextlib.contextmanager
-def _bar(label: str, total: int, show: bool, in_bytes: bool = False) -> Iterator[Callable[..., Any]]:
-    """Yields what takes the changes of rich's task; `speed` is a text that stands behind the amount."""
+def _advancing_bar(label: str, total: int, show: bool, in_bytes: bool) -> Iterator[Advance]:
     if not (show and sys.stderr.isatty()):
-        yield lambda **changes: None
+        yield lambda number: None
         return
+    with rich_bar(label, total, in_bytes=in_bytes) as update:
+        yield lambda number: update(advance=number)
 
+
+@contextlib.contextmanager
+def rich_bar(
+    label: str,
+    total: int,
+    text: str = "",
+    *,
+    done: int = 0,
+    in_bytes: bool = False,
+    keep: bool = False,
+    **fields: Any,
+) -> Iterator[Callable[..., None]]:
+    """A bar with `text` behind it, which shows `fields`; yields rich's `update` of it.
+
+    With `keep` the bar stays on the screen when it is done.
+    """
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -49,8 +69,8 @@ def _bar(label: str, total: int, show: bool, in_bytes: bool = False) -> Iterator
     )
 
     amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    speed = TextColumn("{task.fields[speed]}")
-    columns = (TextColumn("{task.description}"), BarColumn(), amount, speed, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(label, total=total, speed="")
+    remaining = TimeRemainingColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, remaining, TextColumn(text))
+    with Progress(*columns, console=Console(stderr=True), transient=not keep) as progress:
+        task = progress.add_task(label, total=total, completed=done, **fields)
         yield lambda **changes: progress.update(task, **changes)

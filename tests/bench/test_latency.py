@@ -69,7 +69,6 @@ def test_auto_gives_the_tree(
         ("--context 0", "contexts are [0]"),
         ("--max-nodes many", "--max-nodes is 'many'"),
         ("--tree-shape 600", "601 nodes with its root"),
-        ("--cross-layers last", "'last' is not a list of numbers"),
         ("--tau 0.5", "--tau is 0.5"),
     ],
 )

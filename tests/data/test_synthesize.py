@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longspec import LongSpec
-from longspec.data.samples import Mix, Script
+from longspec.data.samples import Script, SynthesisOptions
 from longspec.data.screen import Seen, is_repetitive, loop_start, signature
 from longspec.data.shards import Dataset, Role
-from longspec.data.synthesize import Request, synthesize
+from longspec.data.synthesize import synthesize
 from longspec.decoding.methods import VANILLA
 from longspec.decoding.sampling import Sampling
 from longspec.engine.make import make_engine
@@ -150,7 +150,7 @@ def test_given_prompts_are_answered_as_generate_would(smollm2: LongSpec, tmp_pat
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
     made = synthesize(
-        Request(
+        SynthesisOptions(
             tmp_path / "data",
             tokens=1,
             modes={"prompts": 1},
@@ -205,18 +205,18 @@ def test_loops_and_repetitions_are_dropped_and_counted(
         "temperatures": (0.0,),
     }
     with pytest.raises(UserError, match=r"nothing of 16 samples could be kept \(16 loop\)"):
-        synthesize(Request(tmp_path / "parrot", 500, str(parrot_folder), **shared))
+        synthesize(SynthesisOptions(tmp_path / "parrot", 500, str(parrot_folder), **shared))
     # There are but five pieces to begin with, and greedy answers to each are the same.
-    made = synthesize(Request(tmp_path / "tiny", 500, str(tiny_folder), **shared))
+    made = synthesize(SynthesisOptions(tmp_path / "tiny", 500, str(tiny_folder), **shared))
     assert (made.kept, made.dropped) == (5, {"near-duplicate": 11})
     assert 5 * 102 <= made.num_tokens <= 5 * 103, "the last piece of the document may be a token short"
     warm = shared | {"temperatures": (1.0,)}
-    assert synthesize(Request(tmp_path / "warm", 500, str(tiny_folder), **warm)).dropped == {}
+    assert synthesize(SynthesisOptions(tmp_path / "warm", 500, str(tiny_folder), **warm)).dropped == {}
 
 
 def test_an_answer_is_cut_where_it_begins_to_loop(smollm2: LongSpec) -> None:
-    mix = Mix({"questions": 1.0}, (0.0,), 1.0, 512, 128, 128, 1024, 0)
-    script = Script(mix, smollm2.encoder)
+    options = SynthesisOptions(Path("unused"), 1, temperatures=(0.0,))
+    script = Script(options, smollm2.encoder)
     prose = smollm2.tokenizer(" ".join(f"{n} is not {n * n}," for n in range(60)))["input_ids"][:120]
     cases: list[tuple[list[int], int]] = [([], 121), ([77, 78] * 30, 122)]
     for loop, kept in cases:
@@ -242,7 +242,7 @@ def test_killed_it_goes_on_to_the_same_bytes_and_other_flags_are_refused(
         "".join(json.dumps({"text": f"{n} plus {n} and so on; " * 30}) + "\n" for n in range(9))
     )
     prompts.write_text("".join(json.dumps({"prompt": f"Tell me about {n}"}) + "\n" for n in range(20)))
-    request = Request(
+    request = SynthesisOptions(
         tmp_path / "whole",
         5000,
         str(tiny_folder),
@@ -267,7 +267,7 @@ def test_killed_it_goes_on_to_the_same_bytes_and_other_flags_are_refused(
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (broken / "dataset.json").exists()
-    with pytest.raises(UserError, match="was begun with seed 0 there and 1 here"):
+    with pytest.raises(UserError, match="seed was 0 and is 1"):
         synthesize(replace(request, output=broken, seed=1))
     before = (broken / "shard-00000/tokens.npy").stat().st_mtime_ns
     ended = subprocess.run(command("--output", broken, *flags), capture_output=True, text=True, timeout=100)
@@ -305,9 +305,9 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     ]
     for changes, message in cases:
         with pytest.raises(UserError, match=message):
-            synthesize(Request(tmp_path / "out", 1000, **changes))
+            synthesize(SynthesisOptions(tmp_path / "out", 1000, **changes))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/file").touch()
     with pytest.raises(UserError, match="holds something else"):
-        synthesize(Request(tmp_path / "taken", 1000))
+        synthesize(SynthesisOptions(tmp_path / "taken", 1000))
     assert not (tmp_path / "out").exists()

@@ -27,7 +27,7 @@ def encoder(folder: Path, template: str, chat_template: str | None = "own", **mo
     tokenizer = PromptEncoder(folder).tokenizer
     if chat_template != "own":
         tokenizer.chat_template = chat_template
-    return Encoder(Recipe(template, **more), tokenizer)
+    return Encoder(Recipe(template=template, **more), tokenizer)
 
 
 def runs(made: Encoder, record: dict[str, Any]) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from longspec.attention import AttentionPlan
 from longspec.cache import Pages
 from longspec.config import DraftConfig, ModelConfig
 from longspec.decoding.accept import AcceptanceRule
-from longspec.decoding.methods import VANILLA, Choice, Seq, Tree
+from longspec.decoding.methods import VANILLA, MethodChoice, Seq, Tree
 from longspec.decoding.methods.drafted import Drafted
 from longspec.decoding.round import Models
 from longspec.decoding.sampling import Sampling
@@ -156,7 +156,7 @@ def logits_of(target: Transformer, text: list[int]) -> Tensor:
 def ask(
     engine: Engine,
     prompts: Sequence[list[int]],
-    method: Choice = VANILLA,
+    method: MethodChoice = VANILLA,
     sampling: Sampling | None = None,
     seed: int = 0,
     new: int = 24,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longspec.attention import choose_backend
-from longspec.decoding.methods import VANILLA, Choice, Lookup, Seq, Tree
+from longspec.decoding.methods import VANILLA, Lookup, MethodChoice, Seq, Tree
 from longspec.decoding.sampling import Sampling
 from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence
@@ -25,7 +25,7 @@ def engine() -> Engine:
     return tiny_engine(target, tiny_draft(target), max_rows=4, page_size=8)
 
 
-def asked(prompt: list[int], method: Choice = TREE, **more: object) -> Sequence:
+def asked(prompt: list[int], method: MethodChoice = TREE, **more: object) -> Sequence:
     sampling = more.pop("sampling", Sampling())
     assert isinstance(sampling, Sampling)
     made = Sequence(prompt, 20, sampling, 5, frozenset({2}), method)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from longspec import UserError
-from longspec.data.samples import read_prompt
+from longspec.data.records import read_prompt
 from recipes.smollm2.collect import collect
 from recipes.smollm2.held_out import HeldOut
 from recipes.smollm2.prompts.library import Library

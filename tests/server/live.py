@@ -28,7 +28,7 @@ class Live:
     model: LongSpec
 
     def client(self, key: str = "none") -> OpenAI:
-        return OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=60)
+        return OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=300)
 
     @property
     def is_idle(self) -> bool:

@@ -53,7 +53,7 @@ class Crowd:
         self.server, self.counts = server, Counter[str]()
         self.faults: list[str] = []
         self.expected = [
-            self._whole(httpx.Client(base_url=server.address, timeout=120), body) for body in BODIES
+            self._whole(httpx.Client(base_url=server.address, timeout=600), body) for body in BODIES
         ]
         self.over = threading.Event()
 
@@ -101,7 +101,7 @@ class Crowd:
     def visit(self, seed: int) -> None:
         """One client."""
         chance = random.Random(seed)
-        client = httpx.Client(base_url=self.server.address, timeout=120)
+        client = httpx.Client(base_url=self.server.address, timeout=600)
         while not self.over.is_set():
             number, kind = chance.randrange(len(BODIES)), chance.random()
             body, expected = BODIES[number], self.expected[number]
@@ -134,8 +134,13 @@ def memory() -> int:
 
 
 @pytest.mark.full
-def test_many_clients_some_of_them_rude(smollm2: LongSpec) -> None:
-    with live(smollm2, method="seq", gamma=3) as server:
+def test_many_clients_some_of_them_rude() -> None:
+    # Few pages, all of them touched before memory is measured: the KV of finished texts fills what there is.
+    model = LongSpec.from_pretrained(dtype="float32", device="cpu", calibrate=False, kv_memory=256_000_000)
+    with model.engine.paused() as device:
+        for part in (device.models.pages.keys, device.models.pages.values):
+            part.zero_()
+    with live(model, method="seq", gamma=3) as server:
         crowd = Crowd(server)
         threads = [threading.Thread(target=crowd.visit, args=(seed,)) for seed in range(NUM_CLIENTS)]
         for thread in threads:

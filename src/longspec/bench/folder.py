@@ -11,7 +11,7 @@ from typing import Annotated, Any, NotRequired, cast
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from longspec.errors import UserError
+from longspec.errors import UserError, check_same
 from longspec.models.files import write_whole
 from longspec.records import parse_record, read_record
 
@@ -95,7 +95,7 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if (path / RUN).exists():
-                _check_same(path, dict(read_record(path / RUN, RunRecord)["facts"]), facts)
+                check_same(path, read_record(path / RUN, RunRecord)["facts"], facts)
             elif (path / ROWS).exists():
                 raise UserError(f"{path} has {ROWS} but no {RUN}: it is not the folder of a run")
             else:
@@ -131,15 +131,6 @@ class RunFolder:
             ) from error
         self._size += len(line)
         self.rows.append(row)
-
-
-def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name):
-            raise UserError(
-                f"{path} holds a run with {name} {before.get(name)!r}, and now it is {now.get(name)!r}: "
-                "the figures would not belong together; give another --output"
-            )
 
 
 def _read_rows(path: Path) -> tuple[list[Row], int]:

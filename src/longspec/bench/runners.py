@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from longspec.api import LongSpec
-from longspec.decoding.methods import Choice, Method
+from longspec.decoding.methods import Method, MethodChoice
 from longspec.decoding.methods.registry import read_label
 from longspec.engine.sequence import Sequence
 from longspec.options import Options, read_options
@@ -89,7 +89,7 @@ class OurMethod:
         self._model.reset()
 
 
-def read_method(label: str) -> tuple[Choice, str]:
+def read_method(label: str) -> tuple[MethodChoice, str]:
     """What a label of `--methods` means: a method with its options, and how its tokens are accepted.
 
     lookup:6, tree:8x32x32@64+12, magicdec:4:window=256, and tree:acceptance=rejection.

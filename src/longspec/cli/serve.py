@@ -1,8 +1,10 @@
 """Serve a target over HTTP with OpenAI's interface, and a page to try it at the same address.
 
-longspec serve
-longspec serve --target qwq --port 8080 --api-key-file keys.txt
-longspec serve --target ./my-llama --draft ./my-draft --max-rows 32 --kv-memory 40GB
+It prints the address and a curl line that works. Ctrl-C ends it when the answers under way are there.
+
+  longspec serve
+  longspec serve --target qwq --port 8080 --api-key-file keys.txt
+  longspec serve --target ./my-llama --draft ./my-draft --max-rows 32 --kv-memory 40GB
 """
 
 from __future__ import annotations

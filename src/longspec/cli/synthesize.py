@@ -135,10 +135,11 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from longspec.data.synthesize import Request, synthesize
+    from longspec.data.samples import SynthesisOptions
+    from longspec.data.synthesize import synthesize
 
-    names = {field.name for field in fields(Request)}
-    request = Request(**{name: value for name, value in vars(arguments).items() if name in names})
+    names = {field.name for field in fields(SynthesisOptions)}
+    request = SynthesisOptions(**{name: value for name, value in vars(arguments).items() if name in names})
     made = synthesize(request, progress=True)
     if arguments.json:
         print(json.dumps(asdict(made)))

@@ -1,7 +1,7 @@
-"""Input aligners: small named functions that bring a raw record into the shape a template expects.
+"""Aligners: named functions that give a record the fields that a template expects.
 
-An aligner takes a record and where it stands, and returns a record. `--align NAME` picks one; several run in
-the order given, after `--rename`.
+An aligner takes a record and its place in the input, and returns a record. `--align NAME` picks one; several
+run in the order given, after `--rename`.
 """
 
 from __future__ import annotations
@@ -9,33 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from longspec.errors import UserError
-
 Record = dict[str, Any]
 Aligner = Callable[[Record, str], Record]
 
-ALIGNERS: dict[str, Aligner] = {}
-
 
 class BadRecord(ValueError):
-    """A record that cannot be used; says why."""
-
-
-def aligner(name: str) -> Callable[[Aligner], Aligner]:
-    """Enter a function under a name."""
-
-    def enter(function: Aligner) -> Aligner:
-        ALIGNERS[name] = function
-        return function
-
-    return enter
-
-
-def find_aligner(name: str) -> Aligner:
-    """The aligner of that name."""
-    if name not in ALIGNERS:
-        raise UserError(f"the aligner {name!r} is unknown: take one of {', '.join(ALIGNERS)}")
-    return ALIGNERS[name]
+    """Why a record cannot be used."""
 
 
 def rename(pairs: Sequence[tuple[str, str]]) -> Aligner:
@@ -60,12 +39,10 @@ def look_up(record: Record, name: str) -> Any:
 
 
 def text_field(record: Record, name: str) -> str:
-    """The text in a field that has to be there."""
     return _field(record, name, str, "a text")
 
 
 def list_field(record: Record, name: str) -> list[Any]:
-    """The list in a field that has to be there."""
     return _field(record, name, list, "a list")
 
 
@@ -80,13 +57,11 @@ def _field(record: Record, name: str, kind: type, wanted: str) -> Any:
     return value
 
 
-@aligner("id")
 def add_id(record: Record, place: str) -> Record:
     """Where there is no `id`, add one: the file and the record's number in it."""
     return record if record.get("id") is not None else {**record, "id": place}
 
 
-@aligner("alpaca")
 def from_alpaca(record: Record, place: str) -> Record:
     """`instruction`, `input` (may be empty or missing) and `output` become `prompt` and `answer`."""
     names = ["instruction", "input"] if record.get("input") else ["instruction"]
@@ -94,16 +69,9 @@ def from_alpaca(record: Record, place: str) -> Record:
     return {**record, "prompt": prompt, "answer": text_field(record, "output")}
 
 
-@aligner("sharegpt")
 def from_sharegpt(record: Record, place: str) -> Record:
     """`conversations` of `from` and `value` become `messages` of `role` and `content`."""
-    roles = {
-        "human": "user",
-        "user": "user",
-        "gpt": "assistant",
-        "assistant": "assistant",
-        "system": "system",
-    }
+    roles = {"human": "user", "gpt": "assistant"} | {one: one for one in ("user", "assistant", "system")}
     messages = []
     for turn in list_field(record, "conversations"):
         if not isinstance(turn, dict) or turn.get("from") not in roles:
@@ -114,10 +82,17 @@ def from_sharegpt(record: Record, place: str) -> Record:
     return {**record, "messages": messages}
 
 
-@aligner("think")
 def split_thought(record: Record, place: str) -> Record:
     """An `answer` that begins with its thought between `<think>` and `</think>`: that becomes `reasoning`."""
     thought, mark, answer = text_field(record, "answer").partition("</think>")
     if not mark:
         raise BadRecord("its field 'answer' holds no '</think>'")
     return {**record, "reasoning": thought + mark, "answer": answer}
+
+
+ALIGNERS: dict[str, Aligner] = {
+    "id": add_id,
+    "alpaca": from_alpaca,
+    "sharegpt": from_sharegpt,
+    "think": split_thought,
+}

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from longspec.data.shards import Packed, Role
-from longspec.errors import UserError
+from longspec.errors import UserError, entry
 
 Learnt = Callable[[NDArray[np.uint8], bool], NDArray[np.bool_]]
 """From the roles [T], and whether prompts are masked, to the tokens that may count [T]."""
@@ -51,13 +51,12 @@ COLLATORS: dict[str, Learnt] = {"base": _base, "long": _long, "cot": _cot}
 
 def collate(sequences: Sequence[Packed], kind: str, mask_prompt: bool) -> Batch:
     """The batch of these sequences, of equal length, for one of `COLLATORS`."""
-    if kind not in COLLATORS:
-        raise UserError(f"the collator {kind!r} is unknown: take one of {', '.join(COLLATORS)}")
+    learnt = entry("collator", kind, COLLATORS)
     lengths = {len(one.tokens) for one in sequences}
     if len(lengths) != 1:
         raise UserError(f"a batch needs sequences of one length; these have {sorted(lengths) or 'none'}")
     starts = np.stack([_starts(one) for one in sequences])
-    learn = np.stack([COLLATORS[kind](one.roles, mask_prompt) for one in sequences])
+    learn = np.stack([learnt(one.roles, mask_prompt) for one in sequences])
     learn &= starts != np.arange(starts.shape[1])
     tokens = np.stack([one.tokens for one in sequences]).astype(np.int64)
     return Batch(torch.from_numpy(tokens), torch.from_numpy(starts), torch.from_numpy(learn))

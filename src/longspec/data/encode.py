@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longspec.data.align import Aligner, BadRecord, Record, find_aligner, look_up, rename
+from longspec.data.align import ALIGNERS, Aligner, BadRecord, Record, look_up, rename
 from longspec.data.pack import Document
 from longspec.data.read import Chunk
 from longspec.data.shards import tokenizer_fingerprint
-from longspec.data.template import Chat, Piece, Rendered, find_template
-from longspec.errors import UserError
+from longspec.data.template import TEMPLATES, Chat, Piece, Rendered
+from longspec.errors import UserError, entry
 
 _BATCH_CHARACTERS = 1 << 20  # per call of the tokenizer, whose results take a hundred bytes per token
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How a record becomes a document."""
 
@@ -84,8 +84,8 @@ class Encoder:
     def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
         self.recipe, self.tokenizer = recipe, tokenizer
         steps: list[Aligner] = [rename(recipe.renames)] if recipe.renames else []
-        self._aligners = [*steps, *map(find_aligner, recipe.aligners)]
-        self._template = find_template(recipe.template)
+        self._aligners = [*steps, *(entry("aligner", name, ALIGNERS) for name in recipe.aligners)]
+        self._template = entry("template", recipe.template, TEMPLATES)
         if not tokenizer.is_fast:
             raise UserError(f"the tokenizer {tokenizer.name_or_path} has no fast form (tokenizer.json)")
         self._chat = Chat(tokenizer, recipe.think)
@@ -212,6 +212,7 @@ def _parse(raw: bytes | Record) -> Record:
     if isinstance(raw, dict):
         return raw
     try:
+        # Not by `longspec.records`, because fields that nobody reads may hold NaN.
         record = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise BadRecord(f"it is not JSON: {error}") from error

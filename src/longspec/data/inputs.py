@@ -1,4 +1,4 @@
-"""Which files the user's inputs are: JSONL, parquet, folders of them, and folders of `save_to_disk`."""
+"""The files of the user's inputs: JSONL, parquet, folders of them, and folders that `save_to_disk` wrote."""
 
 from __future__ import annotations
 
@@ -54,11 +54,10 @@ class InputFile:
 
     @property
     def label(self) -> str:
-        """How messages call it."""
         return str(self.path)
 
     def place(self, number: int) -> str:
-        """How messages call a record in it."""
+        """A record's name in messages."""
         return f"{self.label} {'line' if self.kind == 'lines' else 'row'} {number}"
 
 
@@ -80,7 +79,7 @@ def find_files(inputs: Sequence[str], split: str | None = None) -> list[InputFil
 
 
 def fingerprint(files: Sequence[InputFile]) -> dict[str, Any]:
-    """What tells these files from others: their number, their size, a hash of names, sizes and both ends."""
+    """The number of files, their size, and a hash of their names, sizes, beginnings and ends."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.source}/{file.path.name} {file.num_bytes}\n".encode(errors="surrogateescape"))

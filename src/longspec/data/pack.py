@@ -1,7 +1,7 @@
 """From documents to sequences of one length: the packing policies.
 
-A shard is packed from documents that follow each other, and from nothing else: `Shelf` gathers as many as
-fill it, so that work can go on at any shard's end.
+A shard holds documents that follow each other in the input. `Shelf` gathers as many as fill it, so that work
+can resume at the end of any shard.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ POLICIES = {
 
 
 class Shelf:
-    """The documents of the shard in the making."""
+    """The documents of the shard that is being filled."""
 
     def __init__(self, policy: Packing, seq_length: int, num_sequences: int, pad_id: int) -> None:
         self._policy, self._seq_length, self._pad_id = policy, seq_length, pad_id
@@ -114,11 +114,10 @@ class Shelf:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is time to `take`."""
         return self._used >= self._capacity
 
     def take(self) -> list[Packed]:
-        """The sequences of everything put so far; the shelf is empty again."""
+        """Pack everything put so far, and empty the shelf."""
         sequences = self._policy.pack(self._documents, self._seq_length, self._pad_id)
         self._documents, self._used = [], 0
         return sequences

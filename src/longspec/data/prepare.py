@@ -27,7 +27,7 @@ from longspec.data.shards import (
     write_shard,
 )
 from longspec.data.work import claimed, encode_in_order
-from longspec.errors import UserError
+from longspec.errors import UserError, check_same, entry
 from longspec.hub import resolve_tokenizer
 from longspec.models.files import clear_unfinished, write_whole
 from longspec.progress import byte_bar
@@ -41,7 +41,7 @@ _NUM_PLACES = 5
 
 
 @dataclass(frozen=True)
-class PrepareOptions:
+class PrepareOptions(Recipe):
     """What to prepare, and how; the flags of the command."""
 
     inputs: tuple[str, ...]
@@ -50,32 +50,24 @@ class PrepareOptions:
     revision: str | None = None
     offline: bool = False
     seq_length: int = 1024
-    template: str = "text"
     pack: str = "stream"
-    renames: tuple[tuple[str, str], ...] = ()
-    aligners: tuple[str, ...] = ()
-    think: bool = False
     truncate: bool = False
     min_tokens: int = 2
     skip: int = 0
     limit: int | None = None
     shard_sequences: int | None = None
-    licence: str = "unknown"
-    licence_field: str | None = None
-    source_field: str | None = None
     split: str | None = None
     skip_bad: bool = False
     workers: int = 1
 
     def check(self) -> None:
-        """Refuse what makes no sense, before anything is read."""
+        """Refuse bad values before anything is read."""
         least = {"seq_length": 2, "min_tokens": 1, "skip": 0, "limit": 1, "shard_sequences": 1, "workers": 1}
         for name, minimum in least.items():
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {minimum}")
-        if self.pack not in POLICIES:
-            raise UserError(f"the packing {self.pack!r} is unknown: take one of {', '.join(POLICIES)}")
+        entry("packing", self.pack, POLICIES)
         if self.truncate and self.pack == "stream":
             raise UserError("--truncate is for --pack whole and single: stream cuts where sequences end")
 
@@ -91,7 +83,7 @@ class PrepareOptions:
 
 @dataclass
 class PrepareState:
-    """How far the work is, at a shard's end."""
+    """How far the work has come at the end of a shard."""
 
     settings: dict[str, Any]
     position: Position = field(default_factory=Position)
@@ -145,23 +137,15 @@ def prepare(options: PrepareOptions, progress: bool = False) -> PrepareSummary:
     target = resolve_tokenizer(
         options.target, revision=options.revision, offline=options.offline, progress=progress
     )
-    recipe = Recipe(
-        options.template,
-        options.renames,
-        options.aligners,
-        options.think,
-        options.licence,
-        options.licence_field,
-        options.source_field,
-    )
     tokenizer = PromptEncoder(target.folder, target.entry.chat_template if target.entry else None).tokenizer
-    encoder = Encoder(recipe, tokenizer)
+    encoder = Encoder(options, tokenizer)
     settings = options.settings(files, encoder)
     with claimed(options.folder, _STATE):
         clear_unfinished(options.folder / _STATE)
         if is_finished(options.folder):
             info = read_info(options.folder)
-            _compare(info.made_by, settings, options.folder, "was made")
+            made_by = info.made_by
+            check_same(options.folder, {name: made_by.get(name) for name in settings}, settings)
             (options.folder / _STATE).unlink(missing_ok=True)
             return _summary(options.folder, info, time.monotonic() - begun, None)
         job = _Job(options, encoder, _read_state(options.folder, settings))
@@ -192,7 +176,6 @@ class _Job:
         """Packed in this run."""
 
     def take(self, chunk: Chunk, outcomes: list[Encoded | Bad]) -> None:
-        """The outcomes of the next chunk."""
         for index, outcome in enumerate(outcomes):
             here = Position(chunk.index, outcome.number, 0, chunk.first_record + index)
             if isinstance(outcome, Bad):
@@ -210,7 +193,7 @@ class _Job:
             self.state.bad_places.append(f"{bad.place}: {bad.reason}")
 
     def _put(self, encoded: Encoded, here: Position) -> None:
-        """Pack a document, from where the last shard left it."""
+        """Pack a document, or the rest of it that the last shard had no room for."""
         start, origin = self.state.position, (encoded.source, encoded.licence)
         document = (
             encoded.document[: self._options.seq_length] if self._options.truncate else encoded.document
@@ -234,7 +217,7 @@ class _Job:
                 )
 
     def _write(self, position: Position) -> None:
-        """Write the shard that is full; after it, the work can go on from `position`."""
+        """Write the full shard; work resumes from `position`."""
         origins = [*self._documents.keys() | self._tokens.keys()]
         sources = [Source(*one, self._documents[one], self._tokens[one]) for one in sorted(origins)]
         folder, state = self._options.folder, self.state
@@ -276,22 +259,12 @@ def _read_state(folder: Path, settings: dict[str, Any]) -> PrepareState:
         _write_state(folder, state)
         return state
     state = read_record(path, PrepareState)
-    _compare(state.settings, settings, folder, "was begun")
+    check_same(folder, state.settings, settings)
     return state
 
 
 def _write_state(folder: Path, state: PrepareState) -> None:
     write_whole(folder / _STATE, json.dumps(asdict(state), indent=1).encode())
-
-
-def _compare(old: dict[str, Any], new: dict[str, Any], folder: Path, what: str) -> None:
-    differing = [name for name in new if old.get(name) != new[name]]
-    if differing:
-        name = differing[0]
-        raise UserError(
-            f"{folder} {what} with other settings ({', '.join(differing)} differ: {name} was "
-            f"{old.get(name)!r} and is {new[name]!r}); name another folder with --output, or remove this one"
-        )
 
 
 def _summary(folder: Path, info: DatasetInfo, seconds: float, rate: float | None) -> PrepareSummary:

@@ -1,4 +1,4 @@
-"""Reading records from input files in pieces of bounded size, from any place in them."""
+"""Read records from input files in chunks of bounded size, from any position."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def read_chunks(
             kept = chunk.records[max(0, skip - before) : None if last is None else max(0, last - before)]
             chunk = replace(chunk, records=kept, first_record=max(before, skip))
             if last is not None and done >= last:
-                yield replace(chunk, fault=None)  # which comes after the last record that is wanted
+                yield replace(chunk, fault=None)  # the fault lies behind the last record that is wanted
                 return
             yield chunk
 
@@ -123,7 +123,7 @@ class _Meter:
 
 
 def _records(file: InputFile, meter: _Meter) -> Iterator[tuple[int, Raw]]:
-    """(number, content) of every record; blank lines count but are none."""
+    """(number, content) of every record; blank lines are numbered but are not records."""
     if file.kind == "lines":
         for number, line in enumerate(_lines(_blocks(file.path, meter.file)), start=1):
             content = line.removeprefix(_BOM) if number == 1 else line
@@ -163,12 +163,12 @@ def _blocks(path: Path, file: BinaryIO) -> Iterator[bytes]:
         return
     openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
     content: Any = openers[kind](file) if kind in openers else file
-    while block := content.read1(_BLOCK):  # what can be read before a fault is read
+    while block := content.read1(_BLOCK):  # read1, so that what comes before a fault in the file is read
         yield block
 
 
 def _zst_blocks(path: Path, file: BinaryIO) -> Iterator[bytes]:
-    """Frame by frame: the library's own reader takes the end of the file for the end of a frame."""
+    """Read frame by frame, because the library's own reader does not notice a file that ends too early."""
     zstandard = _need("zstandard", path)
     frame, rest = None, b""
     while rest or (rest := file.read(_BLOCK // 8)):

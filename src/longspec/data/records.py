@@ -1,13 +1,15 @@
-"""The records of small inputs, for callers that need neither workers nor resuming."""
+"""Records that are read one by one, and the prompts and documents among them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from longspec.data.inputs import find_files
 from longspec.data.read import Position, read_chunks
-from longspec.errors import UserError
+from longspec.errors import UserError, naming
 from longspec.records import parse_record
 
 
@@ -21,3 +23,70 @@ def read_records(inputs: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield place, parse_record(raw, dict[str, Any], place) if isinstance(raw, bytes) else raw
         if chunk.fault:
             raise UserError(f"{chunk.file.label}: {chunk.fault}")
+
+
+class JsonLines:
+    """The objects of a JSONL file: checked once, then read from disk by their index."""
+
+    def __init__(self, path: Path, check: Callable[[Mapping[str, Any]], object]) -> None:
+        self.path, self._offsets = path, [0]
+        digest = hashlib.sha256()
+        try:
+            with open(path, "rb") as file:
+                for number, line in enumerate(file, 1):
+                    digest.update(line)
+                    if line.strip():
+                        place = f"{path}, line {number}"
+                        record = parse_record(line, dict[str, Any], place)
+                        with naming(place):
+                            check(record)
+                        self._offsets[-1:] = [file.tell() - len(line), file.tell()]
+                    else:
+                        self._offsets[-1] = file.tell()
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
+        if not len(self):
+            raise UserError(f"{path} has no lines; one JSON object per line is needed")
+        self.fingerprint = digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        with open(self.path, "rb") as file:
+            file.seek(self._offsets[index])
+            return parse_record(file.readline(), dict[str, Any], self.path)
+
+
+def read_prompt(record: Mapping[str, Any]) -> tuple[list[dict[str, str]], list[str]]:
+    """The messages to answer, and what the user says after that."""
+    messages, turns = record.get("messages"), record.get("turns")
+    if isinstance(messages, list) and messages:
+        if not all(
+            isinstance(one, Mapping) and _texts(one.get("role"), one.get("content")) for one in messages
+        ):
+            raise UserError("each of 'messages' needs texts 'role' and 'content'")
+        found = [{"role": one["role"], "content": one["content"]} for one in messages]
+        while found and found[-1]["role"] == "assistant":
+            found.pop()
+        if not found or found[-1]["role"] != "user":
+            raise UserError("'messages' have no user's message to answer")
+        return found, []
+    if isinstance(turns, list) and turns and _texts(*turns):
+        return [{"role": "user", "content": turns[0]}], list(turns[1:])
+    if _texts(record.get("prompt")) and record["prompt"].strip():
+        return [{"role": "user", "content": record["prompt"]}], []
+    raise UserError("a text 'prompt', a list of texts 'turns' or a list 'messages' is needed")
+
+
+def read_document(record: Mapping[str, Any]) -> str:
+    if not _texts(record.get("text")) or not record["text"].strip():
+        raise UserError("a text 'text' is needed")
+    return str(record["text"])
+
+
+def _texts(*values: Any) -> bool:
+    """Whether all are texts that UTF-8 can encode; JSON may contain lone surrogates."""
+    return all(
+        isinstance(value, str) and value.encode("utf-8", "replace").decode() == value for value in values
+    )

@@ -1,4 +1,4 @@
-"""What the target is asked to write: each sample from its index alone, in one of three modes.
+"""What the target is asked to write. A sample follows from its index alone and has one of three modes.
 
 questions   the target asks itself: the chat template's user prefix, continued to the end of that turn, is
             a question, which it then answers
@@ -8,63 +8,44 @@ documents   it continues pieces of given documents, without the chat template
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from longspec import hub
+from longspec.data.records import JsonLines, read_document, read_prompt
 from longspec.data.screen import is_repetitive, loop_start, signature
 from longspec.data.shards import Role
 from longspec.decoding.choose import hash_bits, uniform
 from longspec.decoding.methods import VANILLA
 from longspec.decoding.sampling import Sampling
 from longspec.engine.sequence import Sequence
-from longspec.errors import UserError, naming
+from longspec.errors import UserError
 from longspec.prompts import PromptEncoder
-from longspec.records import parse_record
 from longspec.templates import render_chat
 
 MODES = ("documents", "prompts", "questions")
-"""In the order in which they are written: long prompts first, so that those of like length meet."""
+"""In the order in which they are written: long prompts first, so that prompts of like length run together."""
 # Streams of numbers that belong to a sample.
 _MODE, _TEMPERATURE, _OFFSET, _TOPIC, _NOISE = range(5)
-# An answer that would have less room than this is not begun, and one cut to less is dropped.
+# Tokens: an answer with less room is not begun, and an answer cut to less is dropped.
 _LEAST_ROOM = 32
-# Answers shorter than this may well be alike.
+# Shorter answers are often alike, so they are not compared.
 _LEAST_COMPARED = 32
 _QUESTION, _ANSWER = 0, 1
 _MARK = "7f3a9c51"
 # Seeds are below this.
 _SEEDS = 2**63
-# Of a token, in prose and at the most that is reckoned with.
+# Characters per token: likely in prose, and the most that is expected.
 _LIKELY_CHARACTERS, _MOST_CHARACTERS = 4, 8
-
-
-@dataclass(frozen=True)
-class Mix:
-    """What to sample, and how."""
-
-    modes: dict[str, float]
-    """Shares; they need not add up to 1."""
-    temperatures: tuple[float, ...]
-    """Each answer is written at one of them."""
-    question_temperature: float
-    max_new_tokens: int
-    max_question_tokens: int
-    given_tokens: int
-    """How much of a document is given."""
-    seq_length: int
-    seed: int
 
 
 @dataclass
 class Sample:
-    """One text in the making."""
+    """A text that is being written."""
 
     index: int
     mode: str
@@ -74,15 +55,15 @@ class Sample:
     topic: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
-    """What the user says later."""
+    """The user's later messages."""
     rendered: str = ""
     """The conversation as the chat template writes it."""
     tokens: list[int] = field(default_factory=list)
     roles: list[int] = field(default_factory=list)
     num_sequences: int = 0
-    """What the target has answered of it so far."""
+    """How many sequences the target has written for this sample."""
     question: NDArray[np.uint64] | None = None
-    """The signature of a question that was just written, until it is compared."""
+    """The signature of a new question, until it is compared."""
     answers: list[NDArray[np.uint64]] = field(default_factory=list)
     was_cut: bool = False
     dropped: str | None = None
@@ -90,99 +71,98 @@ class Sample:
     finished: bool = False
 
     def add(self, tokens: list[int], role: Role) -> None:
-        """Append tokens of one role."""
         self.tokens += tokens
         self.roles += [int(role)] * len(tokens)
 
 
-class JsonLines:
-    """The objects of a JSONL file, checked once and read when they are asked for."""
-
-    def __init__(self, path: Path, check: Callable[[Mapping[str, Any]], object]) -> None:
-        self.path, self._offsets = path, [0]
-        digest = hashlib.sha256()
-        try:
-            with open(path, "rb") as file:
-                for number, line in enumerate(file, 1):
-                    digest.update(line)
-                    if line.strip():
-                        with naming(f"{path}, line {number}"):
-                            check(_parse(line))
-                        self._offsets[-1:] = [file.tell() - len(line), file.tell()]
-                    else:
-                        self._offsets[-1] = file.tell()
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from error
-        if not len(self):
-            raise UserError(f"{path} has no lines; one JSON object per line is needed")
-        self.fingerprint = digest.hexdigest()[:16]
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        with open(self.path, "rb") as file:
-            file.seek(self._offsets[index])
-            return _parse(file.readline())
+FILES = {"prompts": read_prompt, "documents": read_document}
 
 
-def _parse(line: bytes) -> Mapping[str, Any]:
-    return parse_record(line, dict[str, Any], "this line")
+@dataclass(frozen=True)
+class SynthesisOptions:
+    """What `longspec data synthesize` is asked for."""
 
+    output: Path
+    tokens: int
+    target: str = hub.DEFAULT_TARGET
+    revision: str | None = None
+    offline: bool = False
+    modes: dict[str, float] | None = None
+    """Shares of the modes; questions alone where it is None."""
+    prompts: Path | None = None
+    documents: Path | None = None
+    prefixes: Path | None = None
+    """A file with a beginning per line; each question starts with one."""
+    temperatures: tuple[float, ...] = (0.0, 0.3, 0.7, 1.0)
+    question_temperature: float = 1.0
+    max_new_tokens: int = 512
+    max_question_tokens: int = 128
+    given_tokens: int = 256
+    seq_length: int = 1024
+    batch: int | None = None
+    shard_samples: int | None = None
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    licence: str | None = None
+    seconds: float | None = None
+    """After so many seconds no further shard is begun, and the dataset is finished."""
 
-def read_prompt(record: Mapping[str, Any]) -> tuple[list[dict[str, str]], list[str]]:
-    """The messages to answer, and what the user says after that."""
-    messages, turns = record.get("messages"), record.get("turns")
-    if isinstance(messages, list) and messages:
-        if not all(
-            isinstance(one, Mapping) and _texts(one.get("role"), one.get("content")) for one in messages
-        ):
-            raise UserError("each of 'messages' needs texts 'role' and 'content'")
-        found = [{"role": one["role"], "content": one["content"]} for one in messages]
-        while found and found[-1]["role"] == "assistant":
-            found.pop()
-        if not found or found[-1]["role"] != "user":
-            raise UserError("'messages' have no user's message to answer")
-        return found, []
-    if isinstance(turns, list) and turns and _texts(*turns):
-        return [{"role": "user", "content": turns[0]}], list(turns[1:])
-    if _texts(record.get("prompt")) and record["prompt"].strip():
-        return [{"role": "user", "content": record["prompt"]}], []
-    raise UserError("a text 'prompt', a list of texts 'turns' or a list 'messages' is needed")
+    def __post_init__(self) -> None:
+        for name in ("tokens", "max_new_tokens", "max_question_tokens", "given_tokens", "seq_length"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("batch", "shard_samples"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.seconds is not None and not self.seconds >= 0:
+            raise UserError(f"seconds is {self.seconds}; it must be 0 or more")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"seed is {self.seed}; it must fit into 64 bits")
+        if not self.temperatures:
+            raise UserError("temperatures is empty; give at least one, such as 0.7")
+        for temperature in (*self.temperatures, self.question_temperature):
+            Sampling(temperature)
+        shares = self.shares
+        for mode, share in shares.items():
+            if mode not in MODES or not 0 <= share < float("inf"):
+                raise UserError(f"mode {mode}:{share} is unknown; shares of {', '.join(MODES)} are needed")
+        if not sum(shares.values()):
+            raise UserError("all shares of the modes are 0; give one a share")
+        for mode in FILES:
+            if bool(shares.get(mode)) != (getattr(self, mode) is not None):
+                raise UserError(f"mode {mode} and its file belong together: --mode {mode}:1 --{mode} FILE")
+        if self.prefixes is not None and not shares.get("questions"):
+            raise UserError("--prefixes are for questions; give --mode questions a share")
+        if self.seq_length < 64 or (shares.get("documents") and self.given_tokens > self.seq_length - 32):
+            raise UserError(
+                f"seq_length is {self.seq_length}; it must be at least 64, and 32 above given_tokens"
+            )
 
-
-def read_document(record: Mapping[str, Any]) -> str:
-    """The text of a document."""
-    if not _texts(record.get("text")) or not record["text"].strip():
-        raise UserError("a text 'text' is needed")
-    return str(record["text"])
-
-
-def _texts(*values: Any) -> bool:
-    """Whether all are texts that can be encoded; JSON can hold halves of characters."""
-    return all(
-        isinstance(value, str) and value.encode("utf-8", "replace").decode() == value for value in values
-    )
+    @property
+    def shares(self) -> dict[str, float]:
+        """`modes`, or the default."""
+        return self.modes or {"questions": 1.0}
 
 
 class Script:
-    """Makes samples, the sequences that write them, and texts of what was written."""
+    """Makes samples, the sequences that write them, and texts of the written tokens."""
 
     def __init__(
         self,
-        mix: Mix,
+        options: SynthesisOptions,
         encoder: PromptEncoder,
         prompts: JsonLines | None = None,
         documents: JsonLines | None = None,
         topics: tuple[str, ...] = (),
         eos_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._mix, self._tokenizer = mix, encoder.tokenizer
+        self._options, self._tokenizer = options, encoder.tokenizer
         self._prompts, self._documents, self._topics = prompts, documents, topics
         self.turn_end: int | None = None
         """The token that ends a user's turn, where the template has one."""
         self._before = self._after = ""
-        if mix.modes.get("questions") or mix.modes.get("prompts"):
+        if options.shares.get("questions") or options.shares.get("prompts"):
             if not self._tokenizer.chat_template:
                 raise UserError("the target has no chat template; --mode documents goes without one")
             rendered = self._render([{"role": "user", "content": _MARK}])
@@ -198,21 +178,23 @@ class Script:
 
     def samples(self, first: int, count: int) -> list[Sample]:
         """Samples `first` to `first + count`, ready for their first sequence."""
-        mix, stop = self._mix, first + count
-        names = [name for name in MODES if mix.modes.get(name)]
-        shares = np.cumsum([mix.modes[name] for name in names])
+        options, stop = self._options, first + count
+        names = [name for name in MODES if options.shares.get(name)]
+        shares = np.cumsum([options.shares[name] for name in names])
         kinds = np.searchsorted(shares, self._draws(0, stop, _MODE) * shares[-1], side="right")
         temperatures, offsets, topics = (
             self._draws(first, stop, stream) for stream in (_TEMPERATURE, _OFFSET, _TOPIC)
         )
-        noise = hash_bits(torch.tensor(mix.seed), torch.arange(first, stop), torch.tensor(_NOISE)).tolist()
-        # So many of its mode came before a sample: files are gone through in order, again and again.
+        noise = hash_bits(
+            torch.tensor(options.seed), torch.arange(first, stop), torch.tensor(_NOISE)
+        ).tolist()
+        # The rank of a sample among those of its mode: files are read in order, again and again.
         one_hot = kinds[:, None] == np.arange(len(names))
         ranks = (np.cumsum(one_hot, 0) - 1)[one_hot][first:]
         found = []
         for index in range(first, stop):
             kind, at = kinds[index], index - first
-            temperature = mix.temperatures[int(temperatures[at] * len(mix.temperatures))]
+            temperature = options.temperatures[int(temperatures[at] * len(options.temperatures))]
             sample = Sample(index, names[kind], temperature, int(noise[at]))
             rank = int(ranks[at])
             if sample.mode == "documents":
@@ -228,13 +210,13 @@ class Script:
 
     def sequence(self, sample: Sample) -> Sequence:
         """What the target is to continue next, of a sample that is neither finished nor dropped."""
-        mix = self._mix
+        options = self._options
         if sample.mode == "questions" and not sample.messages:
             prompt = self._asking[sample.topic]
-            room, temperature = mix.max_question_tokens, mix.question_temperature
+            room, temperature = options.max_question_tokens, options.question_temperature
         else:
-            prompt, room, temperature = sample.tokens, mix.max_new_tokens, sample.temperature
-        limit = min(room, mix.seq_length - len(prompt))
+            prompt, room, temperature = sample.tokens, options.max_new_tokens, sample.temperature
+        limit = min(room, options.seq_length - len(prompt))
         seed = (sample.noise ^ sample.num_sequences) % _SEEDS
         return Sequence(list(prompt), limit, Sampling(temperature), seed, self._eos_ids, VANILLA)
 
@@ -296,7 +278,7 @@ class Script:
             return  # the template writes earlier answers in another way: what follows would not fit on
         new = self._encode(rendered[len(before) :])
         new = new[1:] if new[:1] == [end] else new
-        if self._mix.seq_length - len(sample.tokens) - len(new) >= _LEAST_ROOM:
+        if self._options.seq_length - len(sample.tokens) - len(new) >= _LEAST_ROOM:
             sample.messages, sample.turns, sample.rendered = messages, sample.turns[1:], rendered
             sample.add(new, Role.PROMPT)
             sample.finished = False
@@ -304,13 +286,13 @@ class Script:
     def _give_messages(self, sample: Sample) -> None:
         sample.rendered = self._render(sample.messages)
         sample.add(self._encode(sample.rendered), Role.PROMPT)
-        if self._mix.seq_length - len(sample.tokens) < _LEAST_ROOM:
+        if self._options.seq_length - len(sample.tokens) < _LEAST_ROOM:
             sample.dropped = "too long"
 
     def _give_document(self, sample: Sample, rank: int, offset: float) -> None:
-        """A piece from anywhere in the document."""
+        """Give a piece of a document that begins at a random place."""
         assert self._documents is not None
-        text, given = read_document(self._documents[rank % len(self._documents)]), self._mix.given_tokens
+        text, given = read_document(self._documents[rank % len(self._documents)]), self._options.given_tokens
         # Only what is needed is tokenised: a document may be a whole book.
         start = int(offset * max(1, len(text) - _LIKELY_CHARACTERS * given + 1))
         start = text.find(" ", start) if start else 0
@@ -325,6 +307,6 @@ class Script:
 
     def _draws(self, first: int, stop: int, stream: int) -> NDArray[np.float64]:
         """A number in [0, 1) for each sample."""
-        seed, samples = torch.tensor(self._mix.seed), torch.arange(first, stop)
+        seed, samples = torch.tensor(self._options.seed), torch.arange(first, stop)
         drawn: NDArray[np.float64] = uniform(seed, samples, torch.tensor(stream)).numpy()
         return drawn

@@ -1,4 +1,4 @@
-"""What is not worth learning from: text that runs in a loop, and text that is there already."""
+"""Find text that is not worth learning from: loops, repetitions and near-duplicates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loop_start(tokens: NDArray[np.int64]) -> int | None:
 
 
 def is_repetitive(tokens: NDArray[np.int64]) -> bool:
-    """Whether most of a text stood in it before, be it not in one strict loop."""
+    """Whether most runs of tokens in a text occur earlier in it, even without a strict loop."""
     runs = len(tokens) - _RUN + 1
     if len(tokens) < _SHORT:
         return False
@@ -57,7 +57,7 @@ def signature(tokens: NDArray[np.int64], kind: int) -> NDArray[np.uint64]:
 
 
 class Seen:
-    """Remembers the texts that were kept: the last 262,144 of them, so that memory is bounded."""
+    """Remembers the last 262,144 texts that were kept; the bound limits memory."""
 
     def __init__(self) -> None:
         self._keys: dict[int, None] = {}
@@ -71,7 +71,6 @@ class Seen:
         return True
 
     def remember(self, keys: Iterable[int]) -> None:
-        """Take keys for known."""
         for key in keys:
             self._keys[key] = None
             if len(self._keys) > _REMEMBERED * _BANDS:

@@ -107,10 +107,10 @@ def write_shard(
     goal = shard_folder(folder, index)
     building = folder / f"{_TEMPORARY}{goal.name}-{os.getpid()}"
     building.mkdir(parents=True)
-    kind = np.uint16 if vocab_size <= 2**16 else np.uint32
+    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     firsts = np.cumsum([0, *(len(one.starts) for one in sequences)])
     arrays = {
-        "tokens": np.stack([one.tokens for one in sequences]).astype(kind),
+        "tokens": np.stack([one.tokens for one in sequences]).astype(dtype),
         "roles": np.stack([one.roles for one in sequences]).astype(np.uint8),
         "starts": np.concatenate([one.starts for one in sequences]).astype(np.int32),
         "firsts": firsts.astype(np.int64),
@@ -138,18 +138,11 @@ def finish(
 ) -> DatasetInfo:
     """Count what the shards hold, and write `dataset.json` and `counts.npy`: the dataset is complete."""
     counts = np.zeros(vocab_size, np.int64)
-    sources: dict[tuple[str, str], Source] = {}
+    sources: list[Source] = []
     num_sequences = seq_length = 0
     for index in range(num_shards):
         shard = shard_folder(folder, index)
-        for new in read_record(shard / _ORIGIN, Origin).sources:
-            old = sources.get((new.name, new.licence), Source(new.name, new.licence, 0, 0))
-            sources[new.name, new.licence] = Source(
-                new.name,
-                new.licence,
-                old.num_documents + new.num_documents,
-                old.num_tokens + new.num_tokens,
-            )
+        sources += read_record(shard / _ORIGIN, Origin).sources
         tokens, roles = (np.load(shard / f"{name}.npy", mmap_mode="r") for name in ("tokens", "roles"))
         num_sequences, seq_length = num_sequences + len(tokens), tokens.shape[1]
         counts += np.bincount(tokens[roles != Role.PAD], minlength=vocab_size)
@@ -165,15 +158,24 @@ def finish(
         num_shards,
         num_sequences,
         int(counts.sum()),
-        list(sources.values()),
+        merged(sources),
         made_by,
     )
     write_whole(folder / _INFO, json.dumps({"format": FORMAT} | asdict(info), indent=1).encode())
     return info
 
 
+def merged(sources: Iterable[Source]) -> list[Source]:
+    """Each name and licence once, with the sums of its documents and tokens."""
+    found: dict[tuple[str, str], Source] = {}
+    for one in sources:
+        key = (one.name, one.licence)
+        old = found.get(key, Source(*key, 0, 0))
+        found[key] = Source(*key, old.num_documents + one.num_documents, old.num_tokens + one.num_tokens)
+    return list(found.values())
+
+
 def is_finished(folder: Path) -> bool:
-    """Whether the dataset is complete."""
     return (folder / _INFO).is_file()
 
 

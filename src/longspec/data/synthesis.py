@@ -33,23 +33,23 @@ from longspec.data.shards import (
     write_shard,
 )
 from longspec.engine.engine import Engine
-from longspec.errors import UserError
+from longspec.errors import UserError, check_same
 from longspec.models.files import write_whole
 from longspec.records import as_record, parse_record, read_record
 
 _PROGRESS = "progress"
 # Rounds that a GPU runs before the host looks at the rows; a CPU would only wait for rows that have ended.
 _AHEAD = 8
-# A shard of fewer samples is hardly worth its start.
+# A shard of fewer samples would take longer to start than to write.
 _LEAST_SAMPLES = 16
-# What a sample is taken to bring before any is written.
+# Tokens per sample, before any is known.
 _FIRST_GUESS = 256
 _MARGIN = 1.02
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where samples go, and how many."""
+    """Where samples go, and how many are wanted."""
 
     folder: Path
     num_tokens: int
@@ -68,7 +68,7 @@ class Output:
 
 @dataclass
 class SynthesisState:
-    """What is known between shards."""
+    """The state between two shards."""
 
     num_shards: int = 0
     next_sample: int = 0
@@ -132,13 +132,7 @@ def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         return settings
     if settings["batch"] is None:
         settings |= {"batch": known.get("batch")}
-    other = [
-        f"{name} {known.get(name)!r} there and {settings.get(name)!r} here"
-        for name in sorted(known | settings)
-        if known.get(name) != settings.get(name)
-    ]
-    if other:
-        raise UserError(f"{folder} was begun with {', '.join(other)}; use the same flags or another --output")
+    check_same(folder, known, settings)
     return settings
 
 
@@ -221,7 +215,7 @@ def _make_shard(
     state.next_sample += number
     state.num_tokens += sum(len(sample.tokens) for sample in kept)
     state.counts += counts
-    # First what the next shard must know: a shard that is there has it.
+    # The state is written before the shard, so that every shard has the state of the next one.
     _note(output.folder, state, remembered)
     documents = [
         Document(np.array(sample.tokens, np.uint32), np.array(sample.roles, np.uint8)) for sample in kept
@@ -239,7 +233,7 @@ def _write(
     remembered: list[NDArray[np.uint64]],
     clock: _TokenClock,
 ) -> None:
-    """Have the samples written, wave by wave: first questions and first turns, then what comes after."""
+    """Let the target write the samples in waves: questions and first turns, then what follows them."""
     total = state.num_tokens
     pending = [sample for sample in samples if sample.dropped is None]
     while pending:
@@ -264,7 +258,7 @@ def _keep(seen: Seen, remembered: list[NDArray[np.uint64]], keys: NDArray[np.uin
 
 
 def _note(folder: Path, state: SynthesisState, remembered: list[NDArray[np.uint64]]) -> None:
-    """Put down how things stand after a shard, before the shard itself appears."""
+    """Write the state after a shard, before the shard itself appears."""
     facts = ShardNote(state.next_sample, state.num_tokens, dict(state.counts))
     keys = np.concatenate(remembered) if remembered else np.zeros(0, np.uint64)
     file = io.BytesIO()
@@ -273,7 +267,7 @@ def _note(folder: Path, state: SynthesisState, remembered: list[NDArray[np.uint6
 
 
 def _recall(folder: Path, state: SynthesisState) -> None:
-    """Take up the state after the last shard that is there."""
+    """Read the state after the last shard that exists."""
     for index in count():
         if not shard_folder(folder, index).exists():
             return

@@ -1,7 +1,7 @@
-"""Templates: small named functions that compose a document of a record's fields, in pieces that have a role.
+"""Templates: named functions that make a document of a record's fields, in pieces that have a role.
 
-`--template NAME` picks one. A template yields `Rendered`: its pieces, and whether the chat template made
-them, in which case nothing is added at either end.
+`--template NAME` picks one. A template returns `Rendered`: the pieces, and whether the chat template made
+them; if so, nothing is added at either end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class Chat:
 
     @property
     def is_there(self) -> bool:
-        """Whether the tokenizer has one."""
         return bool(self._tokenizer.chat_template)
 
     def render(self, messages: list[dict[str, str]], open_turn: bool = False) -> str:
@@ -74,52 +73,29 @@ class Chat:
 
 Template = Callable[[Record, Chat], Rendered]
 
-TEMPLATES: dict[str, Template] = {}
-
-
-def template(name: str) -> Callable[[Template], Template]:
-    """Enter a function under a name."""
-
-    def enter(function: Template) -> Template:
-        TEMPLATES[name] = function
-        return function
-
-    return enter
-
-
-def find_template(name: str) -> Template:
-    """The template of that name."""
-    if name not in TEMPLATES:
-        raise UserError(f"the template {name!r} is unknown: take one of {', '.join(TEMPLATES)}")
-    return TEMPLATES[name]
-
 
 def joinable(text: str) -> str:
     """The text, ending in white space, so that what follows does not run into it."""
     return text if not text or text[-1].isspace() else text + "\n"
 
 
-@template("text")
 def from_text(record: Record, chat: Chat) -> Rendered:
     """`text` as it is."""
     return Rendered([(text_field(record, "text"), Role.TEXT)])
 
 
-@template("source_target")
 def from_source_target(record: Record, chat: Chat) -> Rendered:
     """`source`, the prompt, then `target` on a new line, without the chat template."""
     source, target = text_field(record, "source"), text_field(record, "target")
     return Rendered([(joinable(source), Role.PROMPT), (target, Role.TEXT)])
 
 
-@template("prompt_answer")
 def from_prompt_answer(record: Record, chat: Chat) -> Rendered:
     """`prompt` as a user's message and `answer`, through the chat template where there is one."""
     prompt, answer = text_field(record, "prompt"), text_field(record, "answer")
     return chat.exchange(chat.open(prompt), [(answer, Role.TEXT)])
 
 
-@template("cot")
 def from_chain_of_thought(record: Record, chat: Chat) -> Rendered:
     """`question`, `reasoning` and `answer`, through the chat template where there is one."""
     question, reasoning, answer = (text_field(record, name) for name in ("question", "reasoning", "answer"))
@@ -134,7 +110,6 @@ def from_chain_of_thought(record: Record, chat: Chat) -> Rendered:
     return chat.exchange(opened, [(thought, Role.REASONING), (answer.lstrip(), Role.TEXT)])
 
 
-@template("messages")
 def from_messages(record: Record, chat: Chat) -> Rendered:
     """`messages` of `role` and `content` through the chat template; the assistant's turns are the text."""
     messages = []
@@ -187,8 +162,17 @@ def _common(part: str, whole: str) -> int:
     return next((index for index, (one, other) in pairs if one != other), len(whole))
 
 
-@template("ids")
 def from_ids(record: Record, chat: Chat) -> Rendered:
     """`ids`, ready tokens, and `prompt_ids` before them where there are any; nothing is added."""
     prompt: list[Piece] = [(list_field(record, "prompt_ids"), Role.PROMPT)] if "prompt_ids" in record else []
     return Rendered([*prompt, (list_field(record, "ids"), Role.TEXT)], is_chat=True)
+
+
+TEMPLATES: dict[str, Template] = {
+    "text": from_text,
+    "source_target": from_source_target,
+    "prompt_answer": from_prompt_answer,
+    "cot": from_chain_of_thought,
+    "messages": from_messages,
+    "ids": from_ids,
+}

@@ -58,13 +58,13 @@ def _next(pending: deque[tuple[Chunk, Future[list[Encoded | Bad]]]]) -> Done:
 
 
 def _start_worker(recipe: Recipe, tokenizer: Any) -> None:
-    """A worker leaves Ctrl-C to the process that started it, and ends when that one is gone.
+    """Ignore Ctrl-C, which the parent process handles, and end when the parent ends.
 
-    The tokenizer comes along: to load it here would take about five times as long.
+    The tokenizer is sent by the parent, because to load it here takes about five times as long.
     """
     _WORKER.append(Encoder(recipe, tokenizer))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already run in parallel
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
@@ -81,7 +81,7 @@ def _end_with(sentinel: int) -> None:
 
 @contextlib.contextmanager
 def claimed(folder: Path, state: str) -> Iterator[None]:
-    """Work in a folder that no other process works in; what was begun and came to no shard is removed."""
+    """Lock a folder against other processes; if no shard was written, remove what was begun."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: name a folder with --output")
     is_new = not folder.exists()

@@ -10,21 +10,23 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from longspec.cache import DraftRing
 from longspec.decoding.guided import run_guided
-from longspec.decoding.methods import MOST_NODES, Choice, Method
+from longspec.decoding.methods import MOST_NODES, Method, MethodChoice
 from longspec.decoding.round import Models, run_round
 from longspec.decoding.sampling import Sampling
 from longspec.decoding.slots import MOST_EOS, Slots
 from longspec.engine.fill import SEGMENT, Segments, read_into_rings, take_chunk, take_segments
 from longspec.engine.graph import capture
 
-Group = tuple[Choice, bool]
+Group = tuple[MethodChoice, bool]
 """What sequences of one round share: what they asked to decode with, and whether nodes are drawn."""
 
 
@@ -138,13 +140,22 @@ class Device:
             part.index_fill_(0, rows, 0)
         if ours.ring is not None:
             ours.ring.positions.index_fill_(0, rows, -1)
-        for slot, text, own, sampling in zip(slots, texts, pages, settings, strict=True):
-            # By way of an array: torch.tensor takes several times as long for a list.
-            tokens = self._send(torch.frombuffer(array("q", text), dtype=torch.int64))
-            ours.text[slot, : len(text)] = tokens
-            self._fill_tables[slot, : len(own)] = self._send(own).int()
+        tokens = self._put_rows(ours.text, slots, texts)
+        self._put_rows(self._fill_tables, slots, pages)
+        ends = np.cumsum([len(text) for text in texts]).tolist()
+        for slot, text, end, sampling in zip(slots, texts, ends, settings, strict=True):
             if sampling.repetition_penalty != 1:
-                ours.seen[slot].index_fill_(0, tokens, True)
+                ours.seen[slot].index_fill_(0, tokens[end - len(text) : end], True)
+
+    def _put_rows(self, whole: Tensor, slots: Sequence[int], rows: Sequence[list[int]]) -> Tensor:
+        """Put numbers at the beginning of rows of `whole` [B, S], by one copy; returns them end to end."""
+        # By way of an array: torch.tensor takes several times as long for a list.
+        flat = array("q", chain.from_iterable(rows))
+        width = whole.shape[1]
+        places = [slot * width + np.arange(len(row)) for slot, row in zip(slots, rows, strict=True)]
+        both = self._send(torch.from_numpy(np.stack((np.frombuffer(flat, np.int64), np.concatenate(places)))))
+        whole.view(-1)[both[1]] = both[0].to(whole.dtype)
+        return both[0]
 
     def extend(self, slot: int, first: int, pages: list[int]) -> None:
         """Give a row more pages, from the `first` place of its table on."""

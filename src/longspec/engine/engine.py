@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from longspec.cache import PagePool, Pages
-from longspec.decoding.methods import VANILLA, Choice, Method, Tree
+from longspec.decoding.methods import VANILLA, Method, MethodChoice, Tree
 from longspec.decoding.round import Models
 from longspec.engine.auto import Outlook, Policy, candidates, unmeasured
 from longspec.engine.costs import Costs
@@ -85,7 +85,7 @@ class Engine:
         self.scheduler = Scheduler(PagePool(num_pages, page_size), max_rows)
         policy = Policy(unmeasured(draft), acceptance or {}, Costs({}, ()))
         self.loop = Loop(self.device, self.scheduler, policy, self._candidates)
-        self._known_choices: dict[Choice, Choice] = {}
+        self._known_choices: dict[MethodChoice, MethodChoice] = {}
         self._orders: SimpleQueue[tuple[str, Sequence | None]] = SimpleQueue()
         self._leads = threading.Lock()
         self._leader: int | None = None

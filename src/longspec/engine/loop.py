@@ -114,9 +114,8 @@ class Loop:
         """Launch what comes next, and read what is there."""
         self._admit()
         launched = self._launch_prompts()
-        for group, seats in self._groups().items():
-            launched |= self._launch_round(group, seats)
-        launched |= self._launch_guided()
+        for group, seats in self._groups():
+            launched |= self._launch_guided(seats) if group is None else self._launch_round(group, seats)
         in_flight = IN_FLIGHT if launched and self.models.target.device.type == "cuda" else 0
         while len(self._flight) > in_flight:
             self._read()
@@ -164,7 +163,7 @@ class Loop:
         if not filling:
             return False
         pieces = self._pieces(filling)
-        sampled = any(_is_sampled(seat.sequence) for seat, _ in pieces)
+        sampled = any(seat.is_sampled for seat, _ in pieces)
         report = self.device.take([piece for _, piece in pieces], sampled)
         for seat, piece in pieces:
             self.scheduler.note_computed(seat, piece.count)
@@ -208,17 +207,17 @@ class Loop:
         seconds = 2 * BESIDE * config.num_parameters / 6e14
         return seconds > 6e-4 * config.num_layers
 
-    def _groups(self) -> dict[Group, list[Seat]]:
+    def _groups(self) -> list[tuple[Group | None, list[Seat]]]:
         """The sequences that emit tokens, by what they share."""
-        groups: dict[Group, list[Seat]] = {}
+        groups: dict[tuple[int, bool] | None, list[Seat]] = {}
         for seat in self.scheduler.running:
-            if not seat.sequence.is_guided:
-                groups.setdefault(seat.group, []).append(seat)
-        return groups
+            # Equal choices are one object, so that nothing is compared here.
+            key = None if seat.group is None else (id(seat.group[0]), seat.group[1])
+            groups.setdefault(key, []).append(seat)
+        return [(seats[0].group, seats) for seats in groups.values()]
 
-    def _launch_guided(self) -> bool:
+    def _launch_guided(self, guided: list[Seat]) -> bool:
         """One round of the sequences that tell probabilities or have a constraint."""
-        guided = [seat for seat in self.scheduler.running if seat.sequence.is_guided]
         while any(seat.rounds_in_flight for seat in guided):
             self._read()  # the next masks depend on what was said
         guided = [seat for seat in guided if self.scheduler.seats.get(seat.slot) is seat]
@@ -232,7 +231,7 @@ class Loop:
         active = [False] * self.scheduler.num_rows
         for seat in guided:
             active[seat.slot] = True
-        sampled = any(_is_sampled(seat.sequence) for seat in guided)
+        sampled = any(seat.is_sampled for seat in guided)
         num_top = max(seat.sequence.num_logprobs or 0 for seat in guided)
         report, scores = self.device.guided_round(active, sampled, masks, num_top)
         seats: list[tuple[int, Seat, bool | None]] = [(seat.slot, seat, None) for seat in guided]
@@ -280,7 +279,7 @@ class Loop:
         active = [False] * num_rows
         for seat in seats:
             active[seat.slot] = True
-        sampled = any(_is_sampled(seat.sequence) for seat in self.scheduler.running)
+        sampled = any(seat.is_sampled for seat in self.scheduler.running)
         reports = [self.device.round(method, num_rows, active, sampled) for _ in range(num_rounds)]
         found = [(s.slot, s, None if matches is None else matches[i]) for i, s in enumerate(seats)]
         self._flight.append(_Launch(reports, found, choice, width, is_auto))
@@ -369,7 +368,7 @@ class Loop:
             self.scheduler.move(seat, slot)
 
     def _read(self) -> None:
-        """Hand what the oldest launch reported to its sequences."""
+        """Hand what the oldest launch reported to its sequences; those that are done leave together."""
         launch = self._flight.popleft()
         reports = [report.read() for report in launch.reports]
         scores = None if launch.scores is None else launch.scores.read()
@@ -385,6 +384,10 @@ class Loop:
                 if scores is not None:
                     seat.sequence.keep_scores(scores[row])
                 self._keep(seat, emitted, launch, has_match)
+        done = [seat for _, seat, _ in launch.seats if seat.sequence.finished]
+        done = [seat for seat in done if self.scheduler.seats.get(seat.slot) is seat]
+        if done:
+            self._release(*done)
 
     def _keep(self, seat: Seat, emitted: list[int], launch: _Launch, has_match: bool | None) -> None:
         sequence = seat.sequence
@@ -399,14 +402,8 @@ class Loop:
             if launch.is_auto:
                 self.policy.learn(seat.outlook, launch.method, len(emitted), has_match)
         self._learn_words(emitted)
-        if sequence.finished and self.scheduler.seats.get(seat.slot) is seat:
-            self._release(seat)
 
-    def _release(self, seat: Seat) -> None:
-        self.device.release([seat.slot])
-        self.scheduler.release(seat)
-
-
-def _is_sampled(sequence: Sequence) -> bool:
-    """Whether its choices need more than the best score."""
-    return not sequence.sampling.greedy or sequence.sampling.repetition_penalty != 1
+    def _release(self, *seats: Seat) -> None:
+        self.device.release([seat.slot for seat in seats])
+        for seat in seats:
+            self.scheduler.release(seat)

@@ -25,7 +25,10 @@ class Seat:
     computed: int
     """Tokens of `text` whose KV is there, or is on its way."""
     outlook: Outlook
-    group: Group
+    group: Group | None
+    """What its rounds share with others; None for a guided sequence (see `Sequence.is_guided`)."""
+    is_sampled: bool
+    """Whether its choices need more than the best score."""
     num_in_flight: int = 0
     """The most tokens that its rounds on their way may emit."""
     rounds_in_flight: int = 0
@@ -110,8 +113,9 @@ class Scheduler:
         if not sequence.tokens:
             sequence.num_shared = computed
         outlook = Outlook(sequence.sampling.temperature)
-        group = (sequence.method, sequence.draws)
-        seat = Seat(sequence, slot, text, [*shared, *own], hashes, computed, outlook, group)
+        group = None if sequence.is_guided else (sequence.method, sequence.draws)
+        is_sampled = not sequence.sampling.greedy or sequence.sampling.repetition_penalty != 1
+        seat = Seat(sequence, slot, text, [*shared, *own], hashes, computed, outlook, group, is_sampled)
         self.pool.promise(hashes[len(shared) :])
         self.seats[slot] = seat
         return seat

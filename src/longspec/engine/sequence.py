@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from longspec.decoding.accept import AcceptanceRule
-from longspec.decoding.methods import Auto, Choice, Method
+from longspec.decoding.methods import Auto, Method, MethodChoice
 from longspec.decoding.sampling import Sampling
 
 Logprobs = tuple[float, list[tuple[int, float]]]
@@ -39,7 +39,7 @@ class Sequence:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     eos_ids: frozenset[int] = frozenset()
-    method: Choice = field(default_factory=Auto)
+    method: MethodChoice = field(default_factory=Auto)
     stop_after: Callable[[int], bool] | None = None
     """Told of every kept token; True ends the sequence there (a stop string is complete)."""
     on_news: Callable[[Sequence], object] | None = None
@@ -68,8 +68,8 @@ class Sequence:
     """Prompt tokens whose KV was there already, when the sequence was first admitted."""
     num_wanted: int = 0
     """Entries that it needs room for before it goes on, where it was paused."""
-    methods: Counter[Method] = field(default_factory=Counter)
-    """The rounds of each method that ran."""
+    runs: list[tuple[Method, int]] = field(default_factory=list)
+    """The methods that ran, one after the other, and for how many rounds."""
     submitted_at: float = 0.0
     first_at: float = 0.0
     """When its first token was there."""
@@ -107,6 +107,14 @@ class Sequence:
         return [counts[depth] for depth in range(1, max(self.depths, default=0) + 1)]
 
     @property
+    def methods(self) -> Counter[Method]:
+        """The rounds of each method that ran."""
+        counts: Counter[Method] = Counter()
+        for method, num_rounds in self.runs:
+            counts[method] += num_rounds
+        return counts
+
+    @property
     def tau(self) -> float:
         """Tokens kept per round; those that a prefill chose belong to no round."""
         return (len(self.tokens) - self.num_first) / self.num_rounds if self.num_rounds else 0.0
@@ -119,7 +127,7 @@ class Sequence:
     def keep_round(self, emitted: list[int], method: Method) -> None:
         """Take what a round emitted, accepted tokens then the bonus."""
         self.num_rounds += 1
-        self.methods[method] = self.methods.get(method, 0) + 1
+        self._count(method, 1)
         self._keep(emitted, method.drafted_depth)
 
     def keep_scores(self, scores: list[float]) -> None:
@@ -139,7 +147,7 @@ class Sequence:
             return
         kept = emitted[: self.max_new_tokens - len(self.tokens)]
         self.num_rounds += len(kept)
-        self.methods[method] = self.methods.get(method, 0) + len(kept)
+        self._count(method, len(kept))
         self.tokens += kept
         self.depths += [0] * len(kept)
         self.copied += [False] * len(kept)
@@ -147,6 +155,12 @@ class Sequence:
             self.finish("length")
         elif self.on_news is not None:
             self.on_news(self)
+
+    def _count(self, method: Method, num_rounds: int) -> None:
+        # By identity, because this is done for every row of every round.
+        if self.runs and self.runs[-1][0] is method:
+            num_rounds += self.runs.pop()[1]
+        self.runs.append((method, num_rounds))
 
     def _keep(self, emitted: list[int], drafted_depth: int) -> None:
         """Take tokens as far as none ends the sequence; the last of them is the target's own, and those

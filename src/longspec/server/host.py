@@ -53,7 +53,8 @@ class Host:
             self._engine.scheduler.max_rows,
             model.maker,
         )
-        send(self._link, facts)
+        with contextlib.suppress(BrokenPipeError):  # the front is gone: there is nothing to read either
+            send(self._link, facts)
         self._grammars.prepare()
         sender = threading.Thread(target=self._send_all, name="longspec-sender", daemon=True)
         sender.start()

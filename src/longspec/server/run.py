@@ -137,6 +137,9 @@ def serve(load: Callable[[], LongSpec], listener: socket.socket, options: FrontO
             for one, handler in before.items():
                 signal.signal(one, handler)
     front.join()
+    # It ends by the signal that it was told to end by.
+    if front.exitcode not in (0, -signal.SIGTERM):
+        raise ChildProcessError(f"the process that talks HTTP ended by itself, with code {front.exitcode}")
 
 
 def _told(facts: Facts, address: str, has_key: bool) -> str:

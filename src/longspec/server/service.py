@@ -40,8 +40,10 @@ class Limits:
     """The longest that a client may take to send it."""
 
     def __post_init__(self) -> None:
-        for name in ("max_queue", "max_seconds", "max_body"):
-            if not 0 <= getattr(self, name) < math.inf or (name != "max_queue" and not getattr(self, name)):
+        if self.max_queue < 0:
+            raise UserError(f"max_queue is {self.max_queue}; it must be 0 (nobody waits) or more")
+        for name in ("max_seconds", "max_body", "body_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be above 0")
 
 
@@ -53,14 +55,14 @@ class Service:
         self.defaults = defaults
         """Options of the method, for requests that name none."""
         self.metrics = Metrics(facts.name)
-        self.num_open = 0
-        """Sequences that were taken on and have not ended."""
+        self._num_coming = 0
+        """Sequences whose prompts are being tokenised."""
         self.is_failing = False
         """Whether the engine failed with the last request."""
         self._created = int(time.time())
         self._grammars = Grammars(facts.maker)
-        # One thread: a tokenizer must not be used by two at once, and a long document must not hold up the
-        # event loop.
+        # Beside the event loop, which a long document must not hold up; one thread, so that who came first is
+        # first in the engine's line.
         self._worker = ThreadPoolExecutor(1, "longspec-prompts")
         self.spelled = lru_cache(100_000)(self._spell)
 
@@ -74,6 +76,11 @@ class Service:
         finally:
             self._worker.shutdown(cancel_futures=True)
             await self.link.close()
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that were taken on and have not ended."""
+        return self._num_coming + self.link.num_open
 
     def about_model(self) -> dict[str, Any]:
         """What /v1/models tells."""
@@ -108,12 +115,14 @@ class Service:
         self._check_model(asked)
         self._check_room(asked.n)
         work = asyncio.get_running_loop().run_in_executor(self._worker, self._prepare, asked)
+        self._num_coming += asked.n
         try:
             sequences, texts, grammar = await work
         except UserError as error:
             raise ApiError(400, str(error), "invalid_value") from error
+        finally:
+            self._num_coming -= asked.n
         self._check_room(len(sequences))
-        self.num_open += len(sequences)
         answer = Answer(asked, [], self.facts.name, self)
         times: dict[int, list[float]] = {}
 
@@ -132,7 +141,6 @@ class Service:
         except ConnectionError as error:
             raise ApiError(503, "the engine is gone", "engine_error") from error
         finally:
-            self.num_open -= len(sequences)
             self.link.cancel([choice.number for choice in answer.choices])
             self._note(answer)
 

@@ -21,7 +21,7 @@ from longspec.train.schema import StageSettings, TrainSettings
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of."""
+    """The models and the data of a run."""
 
     pair: Pair
     mixture: Mixture
@@ -29,15 +29,17 @@ class Parts:
 
 
 def build(settings: TrainSettings, device: torch.device, partitioned: bool) -> Parts:
-    """Load or make everything. A `partitioned` target waits on the CPU until it is spread."""
+    """Load or make everything. A `partitioned` target stays on the CPU until it is sharded."""
     mixture = Mixture(settings.data.train, settings.stage.seq_length)
     _check(settings, mixture)
-    place = torch.device("cpu") if partitioned else device
+    load_device = torch.device("cpu") if partitioned else device
     shape = asdict(settings.draft)
     path = shape.pop("path")
-    dtype = pick_dtype(settings.target.dtype, place)
+    dtype = pick_dtype(settings.target.dtype, load_device)
     start = None if path is None else draft_of(path)
-    pair = load_pair(settings.target.path, start, DraftConfig(**shape), place, dtype, seed=settings.seed)
+    pair = load_pair(
+        settings.target.path, start, DraftConfig(**shape), load_device, dtype, seed=settings.seed
+    )
     config, draft = pair.target.config, pair.draft
     tokenizer = PromptEncoder(hub.resolve(settings.target.path).folder).tokenizer
     mixture.check(config.vocab_size, tokenizer_fingerprint(tokenizer), settings.target.path)

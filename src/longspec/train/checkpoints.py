@@ -53,12 +53,11 @@ class Stages:
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
     return run / "checkpoints" / f"step-{step:08d}"
 
 
 def building_folder(run: Path, step: int) -> Path:
-    """Where it is while it is written."""
+    """Where a checkpoint is while it is written."""
     return run / "checkpoints" / f".building-{step:08d}"
 
 
@@ -76,7 +75,7 @@ def newest(run: Path) -> Path | None:
 
 
 def _problem(path: Path) -> str | None:
-    """What a checkpoint lacks."""
+    """What is missing from a checkpoint; None where it is whole."""
     try:
         state = read_state(path)
     except UserError as error:
@@ -89,7 +88,7 @@ def _problem(path: Path) -> str | None:
 
 
 def finish(run: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Turn what was written into the checkpoint of a step, and drop all but the last `keep`."""
+    """Rename what was written to the checkpoint of a step, and remove all but the last `keep`."""
     building, goal = building_folder(run, step), folder_of(run, step)
     for script in building.glob("zero_to_*.py"):  # DeepSpeed's converters; `draft/` needs none
         script.unlink()
@@ -100,7 +99,7 @@ def finish(run: Path, step: int, state: dict[str, Any], keep: int) -> Path:
         with open(building / name, "rb") as file:
             os.fsync(file.fileno())
     write_whole(building / _STATE, json.dumps(state | {"step": step, "files": files}, indent=1).encode())
-    if goal.exists():  # damaged, or this run would not have come here
+    if goal.exists():  # a damaged one, because a whole one would have been resumed from
         shutil.rmtree(goal)
     building.rename(goal)
     for path in sorted((run / "checkpoints").glob("step-*"))[:-keep]:
@@ -109,18 +108,16 @@ def finish(run: Path, step: int, state: dict[str, Any], keep: int) -> Path:
 
 
 def read_state(checkpoint: Path) -> CheckpointState:
-    """What `finish` was given, with the step."""
     return read_record(checkpoint / _STATE, CheckpointState)
 
 
 def sweep(run: Path) -> None:
-    """Remove what a killed run left half-written."""
+    """Remove unfinished checkpoints that a killed run left."""
     for leftover in (run / "checkpoints").glob(".building-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def save_random_states(path: Path) -> None:
-    """Every random state of this process."""
     states = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -128,7 +125,6 @@ def save_random_states(path: Path) -> None:
 
 
 def load_random_states(path: Path) -> None:
-    """Go on from them."""
     try:
         states = torch.load(path, weights_only=False)
     except (OSError, RuntimeError, EOFError) as error:
@@ -141,7 +137,7 @@ def load_random_states(path: Path) -> None:
 
 
 def note_stages(run: Path, names: list[str]) -> None:
-    """Say which stages a run consists of, each a run in a folder of its own."""
+    """Write down which stages a run consists of; each is a run in a folder of its own."""
     run.mkdir(parents=True, exist_ok=True)
     write_whole(run / _STAGES, json.dumps({"stages": names}).encode())
 

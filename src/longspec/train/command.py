@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
     os.environ.setdefault("LOCAL_RANK", str(arguments.local_rank))
     overrides = list(arguments.overrides)
     if arguments.config_name != "train":
@@ -86,7 +85,6 @@ def _run_stages(overrides: list[str], arguments: argparse.Namespace) -> int:
 
 
 def _stage_configs(whole: Any, overrides: list[str], arguments: argparse.Namespace) -> list[Any]:
-    """The settings of the stages to run."""
     folder, previous = Path(whole.run), whole.draft.path
     configs = []
     for name, settings in whole.stages.items():
@@ -157,7 +155,7 @@ def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> A
 
 
 def _complete(config: Any) -> Any:
-    """Refuse settings in which something that must be given is not."""
+    """Refuse settings that lack a required value."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -1,4 +1,4 @@
-"""DeepSpeed, and all that this package asks of it. No other file imports it."""
+"""All that this package uses of DeepSpeed; no other file imports it."""
 
 from __future__ import annotations
 
@@ -22,28 +22,16 @@ from longspec.errors import UserError
 from longspec.models.draft import GlideDraft
 from longspec.models.target import Transformer
 from longspec.train.parallel import check_tp, split_target
+from longspec.train.schema import StageSettings
 
 _TAG = "engine"
-# Muon's updates are orthogonal matrices: so many times Adam's rate moves them about as far.
+# Muon's updates are orthogonal matrices; at 30 times Adam's rate they are about as large as Adam's.
 _MUON_LR, _MOMENTUM = 30.0, 0.95
 
 
 @dataclass(frozen=True)
-class Optimisation:
-    """How the draft's weights are moved."""
-
-    micro_batch: int
-    accumulation: int
-    weight_decay: float
-    betas: tuple[float, float]
-    clip: float
-    muon: bool = False
-    """Whether matrices are moved by Muon, and Adam is left the rest."""
-
-
-@dataclass(frozen=True)
 class Processes:
-    """Those that train together, and which one this is."""
+    """The number of processes that train together, and which one this is."""
 
     rank: int
     world_size: int
@@ -51,7 +39,7 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that writes files and speaks."""
+        """Whether this process writes the files and the messages."""
         return self.rank == 0
 
     @property
@@ -61,17 +49,17 @@ class Processes:
 
     @property
     def data_rank(self) -> int:
-        """Whose samples this one takes."""
+        """Processes with the same data rank see the same samples."""
         return self.rank // self.tp_size
 
 
 def join(device: torch.device, tp_size: int = 1) -> Processes:
-    """Meet the other processes that a launcher started; alone where none did."""
+    """Join the processes that a launcher started; without a launcher this process is the only one."""
     if not dist.is_initialized():
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         if "RANK" not in os.environ:
             os.environ.update(alone, MASTER_PORT=str(_free_port()))
-        # It would look for a GPU, and say that it found none.
+        # Otherwise DeepSpeed looks for a GPU and warns that it found none.
         os.environ.setdefault("DS_ACCELERATOR", device.type)
         deepspeed = _deepspeed()
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -82,7 +70,7 @@ def join(device: torch.device, tp_size: int = 1) -> Processes:
 
 
 def _leave() -> None:
-    """Have gloo's threads end: one that still runs when the process does aborts it, after all is done."""
+    """End gloo's threads, because a thread that still runs at exit aborts the process."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -111,7 +99,7 @@ class TrainingEngine:
         target: Transformer,
         draft: GlideDraft,
         settings: dict[str, Any],
-        optimisation: Optimisation,
+        stage: StageSettings,
         processes: Processes,
         device: torch.device,
     ) -> None:
@@ -120,33 +108,33 @@ class TrainingEngine:
         zero = settings.get("zero_optimization", {}).get("stage", 0)
         check_tp(target.config, processes.tp_size, processes.world_size, zero)
         deepspeed = _deepspeed()
-        if optimisation.muon and device.type == "cpu":
-            # DeepSpeed has Muon compiled, for which a CPU needs a C++ compiler that may not be there.
+        if stage.optimizer == "muon" and device.type == "cpu":
+            # DeepSpeed compiles Muon, which on a CPU needs a C++ compiler that may be missing.
             torch.compiler.set_stance("force_eager")
-        # Its optimizers print what they do to standard output, which belongs to the program's results.
+        # DeepSpeed's optimizers print to standard output, which is for the program's results.
         with contextlib.redirect_stdout(io.StringIO()):
             self.draft, self._optimizer, _, _ = deepspeed.initialize(
                 model=draft,
                 model_parameters=[weight for weight in draft.parameters() if weight.requires_grad],
-                config=_config(settings, optimisation, draft, device),
+                config=_config(settings, stage, draft, device),
             )
         self.run_target: Callable[..., Tensor] = target
         self.whole: Callable[[Tensor], Tensor] = lambda heads: heads
         self._partitioned = zero == 3
         if self._partitioned:
-            # Without an optimizer this only spreads the frozen weights and gathers each layer as it runs.
+            # Without an optimizer this only shards the frozen weights and gathers each layer as it runs.
             self.run_target = deepspeed.initialize(model=target, config=_inference_config(settings, draft))[0]
         elif processes.tp_size > 1:
             self.whole = split_target(target, processes.tp_size, device)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this process holds but a part of the target's layers."""
+        """Whether this process holds only a part of the target's weights."""
         return self._partitioned or self.processes.tp_size > 1
 
     @contextlib.contextmanager
     def gather(self, weights: list[Tensor]) -> Iterator[None]:
-        """Make frozen weights whole that ZeRO-3 spread, while the context lasts."""
+        """Gather frozen weights that ZeRO-3 has sharded, for as long as the context lasts."""
         if not self._partitioned:
             yield
             return
@@ -165,7 +153,7 @@ class TrainingEngine:
         self.draft.step()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Added up over the processes that see different samples, without counting any twice."""
+        """The sum over the processes that see different samples."""
         if self.processes.world_size > 1:
             values = values.to(self.device)
             dist.all_reduce(values)
@@ -173,7 +161,7 @@ class TrainingEngine:
         return values
 
     def weights(self) -> dict[str, Tensor]:
-        """The draft's weights in full precision, on the CPU; every process must ask."""
+        """The draft's weights in fp32 on the CPU; every process must call this."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         found = {}
@@ -193,31 +181,32 @@ class TrainingEngine:
             raise UserError(f"the checkpoint {folder} has no state of this optimizer")
 
     def wait(self) -> None:
-        """Until every process is here."""
+        """Wait until every process has come here."""
         if self.processes.world_size > 1:
             dist.barrier()
 
 
 def _config(
-    settings: dict[str, Any], optimisation: Optimisation, draft: GlideDraft, device: torch.device
+    settings: dict[str, Any], stage: StageSettings, draft: GlideDraft, device: torch.device
 ) -> dict[str, Any]:
     """The user's DeepSpeed settings with what the trainer knows filled in."""
     offload = "offload_optimizer" in settings.get("zero_optimization", {})
     adam = {
         "lr": 0.0,  # set at every step
-        "betas": list(optimisation.betas),
-        "weight_decay": optimisation.weight_decay,
+        "betas": [stage.beta1, stage.beta2],
+        "weight_decay": stage.weight_decay,
     }
-    # Off the GPU, DeepSpeed's own Adam would be compiled first; offloaded, it is worth it.
+    # DeepSpeed's own Adam is compiled first, which pays only where the optimizer is offloaded.
     adam |= {"torch_adam": True} if not (offload and device.type == "cuda") else {}
     optimizer = {"type": "AdamW", "params": adam}
-    if optimisation.muon:
+    muon = stage.optimizer == "muon"
+    if muon:
         optimizer = {"type": "Muon", "params": adam | {"momentum": _MOMENTUM, "ns_method": "standard"}}
     ours = {
-        "train_micro_batch_size_per_gpu": optimisation.micro_batch,
-        "gradient_accumulation_steps": optimisation.accumulation,
-        # What Muon makes of the gradients has a size of its own, and would be clipped to nothing.
-        "gradient_clipping": 0.0 if optimisation.muon else optimisation.clip,
+        "train_micro_batch_size_per_gpu": stage.micro_batch,
+        "gradient_accumulation_steps": stage.accumulation * stage.lags,
+        # Muon normalises its updates itself; clipping would shrink them to nothing.
+        "gradient_clipping": 0.0 if muon else stage.clip,
         "optimizer": optimizer,
         "bf16": {"enabled": next(draft.parameters()).dtype == torch.bfloat16},
         "wall_clock_breakdown": False,
@@ -239,13 +228,13 @@ def _inference_config(settings: dict[str, Any], draft: GlideDraft) -> dict[str, 
 
 def _deepspeed() -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # It reports on itself through warnings of other libraries that no user can act on.
+    # DeepSpeed causes warnings in other libraries that users can do nothing about.
     warnings.filterwarnings("ignore", module=r"torch\.distributed\.", category=FutureWarning)
     try:
         import deepspeed
     except ImportError as error:
         raise UserError(f"training needs DeepSpeed: pip install 'longspec[train]' ({error})") from error
-    # Its shared-memory transport for CPUs would be compiled for over a minute; gloo does.
+    # DeepSpeed's shared-memory transport for CPUs takes over a minute to compile; gloo is enough.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed

@@ -94,12 +94,10 @@ def continuations(
 
 
 def save_continuations(path: Path, texts: list[Continuation]) -> None:
-    """Keep them for the rest of the run."""
     write_whole(path, json.dumps([asdict(text) for text in texts]).encode())
 
 
 def load_continuations(path: Path) -> list[Continuation]:
-    """Read them again."""
     return read_record(path, list[Continuation])
 
 

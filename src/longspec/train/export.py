@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from longspec import hub
-from longspec.data.shards import Source, read_info
+from longspec.data.shards import Source, merged, read_info
 from longspec.errors import UserError
 from longspec.models.draft_files import PUBLISHED_FILE, DraftRecord, read_draft_config, read_draft_record
 from longspec.models.files import write_whole
@@ -31,7 +31,7 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a draft's training, as its run told it when it ended."""
+    """One stage of a draft's training: its settings and its results."""
 
     settings: dict[str, Any]
     step: int
@@ -56,8 +56,8 @@ def export(run: Path, output: Path, dtype: str = "auto") -> Path:
     building.mkdir(parents=True)
     try:
         tensors = load_file(checkpoint / "draft" / "model.safetensors")
-        kind = _dtype(dtype, last)
-        cast = {name: t.to(kind) if t.is_floating_point() else t for name, t in tensors.items()}
+        export_dtype = _dtype(dtype, last)
+        cast = {name: t.to(export_dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         write_whole(building / "model.safetensors", save(cast, {"format": "pt"}))
         pickled = io.BytesIO()
         torch.save(cast, pickled)
@@ -133,7 +133,7 @@ def _stage(run: Path) -> Stage:
     # A draft that was continued kept its own shape, whatever the settings say of one.
     shape = asdict(read_draft_config(checkpoint / "draft"))
     return Stage(
-        settings=_told(config, shape),
+        settings=_public_settings(config, shape),
         step=state.step,
         tokens=state.tokens,
         loss=losses[-1] if losses else None,
@@ -142,8 +142,8 @@ def _stage(run: Path) -> Stage:
     )
 
 
-def _told(config: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
-    """Settings for others to read: how a draft of this shape was trained, not where on whose disk."""
+def _public_settings(config: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
+    """The settings without the folders of the machine, and with the draft's real shape."""
     kept = {name: value for name, value in config.items() if name not in _PRIVATE}
     folders, start = config["data"]["train"], config["draft"]["path"]
     kept["data"] = config["data"] | {"train": [Path(folder).name for folder in folders]}
@@ -159,7 +159,6 @@ def _copy_tokenizer(target: str, folder: Path) -> None:
 
 
 def model_card(stages: list[Stage], draft: DraftRecord) -> str:
-    """The README of an exported draft."""
     target = stages[-1].settings["target"]["path"]
     chain = (draft.acceptance or {}).get("chain", [])
     lines = [
@@ -186,22 +185,12 @@ def model_card(stages: list[Stage], draft: DraftRecord) -> str:
         shares = ", ".join(f"{share:.3f}" for share in chain)
         lines += [f"Share of rounds with the token at depth 1, 2, ... accepted, held out: {shares}.", ""]
     lines += ["## Data", "", "| source | licence | documents | tokens |", "|---|---|---|---|"]
-    for source in _summed(stages):
+    # Stages may share a dataset, which counts once.
+    for source in merged(dict.fromkeys(source for stage in stages for source in stage.sources)):
         documents, tokens = f"{source.num_documents:,}", f"{source.num_tokens:,}"
         lines.append(f"| {source.name} | {source.licence} | {documents} | {tokens} |")
     lines += ["", "The settings and the outcome of every stage are in `training.yaml`.", ""]
     return "\n".join(lines)
-
-
-def _summed(stages: list[Stage]) -> list[Source]:
-    """Each source once, with what all of its datasets hold."""
-    found: dict[tuple[str, str], Source] = {}
-    for source in dict.fromkeys(source for stage in stages for source in stage.sources):
-        key = (source.name, source.licence)
-        known = found.get(key, Source(*key, 0, 0))
-        documents, tokens = known.num_documents + source.num_documents, known.num_tokens + source.num_tokens
-        found[key] = Source(*key, documents, tokens)
-    return list(found.values())
 
 
 def _row(stage: Stage) -> str:

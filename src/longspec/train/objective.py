@@ -43,7 +43,6 @@ class TargetPass:
     ops: Ops = PLAIN
 
     def attend(self, module: SelfAttention, qkv: Tensor) -> Tensor:
-        """See `ForwardPass.attend`."""
         q, k, v = module.heads(qkv, self.rope)
         if module.layer in self.keep:
             self.kept[module.layer] = self.whole(k), self.whole(v)
@@ -62,12 +61,11 @@ class LaggedPass:
     ops: Ops = PLAIN
 
     def attend_self(self, qkv: Tensor) -> Tensor:
-        """See `DraftPass.attend_self`."""
         q, k, v = self.draft.heads(qkv, self.rope)
         return attend_packed(q, k, v, self.layout.own, self.draft.config.window).flatten(2)
 
     def attend_cross(self, queries: Tensor) -> Tensor:
-        """See `DraftPass.attend_cross`. A query with nothing to see gets zero."""
+        """Zero for a query that sees no target token."""
         heads = rotate(queries.unflatten(-1, (-1, self.draft.head_dim)), *self.rope)
         outs = [
             attend_packed(q, *pair, self.layout.lagged)
@@ -146,7 +144,7 @@ class Objective:
 
     @torch.no_grad()
     def _probe(self, layout: Layout, drafted: Tensor, teacher: Tensor) -> Tensor:
-        """See `Outcome.probes`."""
+        """`Outcome.probes` of a batch."""
         count = len(layout.labels)
         some = torch.linspace(0, max(count - 1, 0), min(count, _PROBES), device=drafted.device).long()
         ids, labels = self.draft.vocab_ids, layout.labels[some]

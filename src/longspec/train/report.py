@@ -1,4 +1,4 @@
-"""What a run says of itself: a bar for people, lines of JSON always, TensorBoard and wandb on request."""
+"""The figures of a run: a progress bar, metrics.jsonl, and TensorBoard and wandb on request."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longspec.errors import UserError
+from longspec.progress import rich_bar
 from longspec.train.schema import LoggerSettings
 
 Values = dict[str, Any]
@@ -19,17 +20,13 @@ METRICS = "metrics.jsonl"
 class Logger(Protocol):
     """Somewhere to write figures."""
 
-    def log(self, step: int, values: Values) -> None:
-        """Write the figures of a step."""
-        ...
+    def log(self, step: int, values: Values) -> None: ...
 
-    def close(self) -> None:
-        """Nothing more comes."""
-        ...
+    def close(self) -> None: ...
 
 
 class MetricsFile:
-    """One object per line. What lies past the step that a run goes on from is taken back."""
+    """One JSON object per line. When a run resumes at an earlier step, later lines are removed."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         kept = [] if not first_step else [line for line in read_metrics(path) if line["step"] <= first_step]
@@ -37,12 +34,10 @@ class MetricsFile:
         self._file = open(path, "a")  # noqa: SIM115 - closed by close()
 
     def log(self, step: int, values: Values) -> None:
-        """See `Logger.log`."""
         self._file.write(json.dumps({"step": step} | values) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """See `Logger.close`."""
         self._file.close()
 
 
@@ -57,13 +52,11 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1)
 
     def log(self, step: int, values: Values) -> None:
-        """See `Logger.log`."""
         for name, value in flat(values).items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """See `Logger.close`."""
         self._writer.close()
 
 
@@ -85,16 +78,13 @@ class WandB:
         )
 
     def log(self, step: int, values: Values) -> None:
-        """See `Logger.log`."""
         self._run.log(flat(values), step=step)
 
     def close(self) -> None:
-        """See `Logger.close`."""
         self._run.finish()
 
 
 def make_loggers(run: Path, settings: LoggerSettings, config: Values, first_step: int) -> list[Logger]:
-    """Those that are asked for; the lines of JSON always."""
     if settings.wandb not in ("online", "offline", "disabled"):
         raise UserError(f"logger.wandb is {settings.wandb!r}; use online, offline or disabled")
     loggers: list[Logger] = [MetricsFile(run / METRICS, first_step)]
@@ -106,7 +96,7 @@ def make_loggers(run: Path, settings: LoggerSettings, config: Values, first_step
 
 
 def read_metrics(path: Path) -> list[Values]:
-    """The lines of a run's metrics; one that a kill cut short is left out."""
+    """The lines of a run's metrics, without a last line that a kill cut short."""
     if not path.is_file():
         return []
     lines = []
@@ -142,19 +132,8 @@ def training_bar(label: str, total: int, done: int, show: bool) -> Iterator[Any]
             f"{label} {step}/{total} {summary(values)}", file=sys.stderr, flush=True
         )
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[figures]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(label, total=total, completed=done, figures="")
-        yield lambda step, values: progress.update(task, completed=step, figures=summary(values))
+    with rich_bar(label, total, "{task.fields[figures]}", done=done, keep=True, figures="") as update_bar:
+        yield lambda step, values: update_bar(completed=step, figures=summary(values))
 
 
 def summary(values: Values) -> str:

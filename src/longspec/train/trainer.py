@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from longspec.data.collate import collate
-from longspec.errors import UserError
+from longspec.errors import UserError, check_same
 from longspec.models.draft import GlideDraft
 from longspec.models.draft_files import Fingerprint, save_draft
 from longspec.models.files import write_whole
@@ -22,7 +22,7 @@ from longspec.records import as_record
 from longspec.train import checkpoints, evaluate
 from longspec.train.build import Parts, build
 from longspec.train.compiled import compile_layers
-from longspec.train.engine import Optimisation, Processes, TrainingEngine, join, local_device
+from longspec.train.engine import Processes, TrainingEngine, join, local_device
 from longspec.train.layout import Layout, head_rows, lay_out
 from longspec.train.losses import one_chunk
 from longspec.train.objective import Objective, Outcome
@@ -31,7 +31,7 @@ from longspec.train.samples import Order
 from longspec.train.schema import StageSettings, TrainSettings
 
 CONFIG = "config.yaml"
-# What may differ between a run and its continuation: none of it changes the weights.
+# Settings that may change when a run is resumed, because they do not change the weights.
 _FREE = ("run", "resume", "evaluation", "saving", "logger", "stages")
 
 
@@ -48,7 +48,7 @@ class _Sums:
 
 
 def learning_rate(stage: StageSettings, step: int, num_steps: int) -> float:
-    """Of the step with this number, from 0: a rise, then a cosine down to `final_lr`."""
+    """The learning rate of step 0, 1, ...: a linear rise, then a cosine down to `final_lr`."""
     rise = max(1, round(stage.warmup * num_steps))
     if step < rise:
         return stage.lr * (step + 1) / rise
@@ -69,7 +69,7 @@ def train(config: DictConfig) -> Path:
 
 
 def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
-    """A folder belongs to one run: it is new, or this is its continuation."""
+    """Refuse the folder of another run."""
     if settings.resume not in (None, "latest"):
         raise UserError(f"resume is {settings.resume!r}; the one choice is latest")
     if not (run / CONFIG).is_file():
@@ -78,9 +78,8 @@ def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
         raise UserError(f"{run} holds a run already: go on with resume=latest, or give another run=FOLDER")
     before: Any = OmegaConf.to_container(OmegaConf.load(run / CONFIG))
     now: Any = OmegaConf.to_container(config, resolve=True)
-    for name in now:
-        if name not in _FREE and before.get(name) != now[name]:
-            raise UserError(f"{run} was started with {name} = {before.get(name)}, not {now[name]}")
+    fixed = [name for name in now if name not in _FREE]
+    check_same(run, {name: before.get(name) for name in fixed}, {name: now[name] for name in fixed})
 
 
 class Trainer:
@@ -98,7 +97,7 @@ class Trainer:
         self.stage, self.processes, self.device = settings.stage, processes, device
         self.folder = Path(settings.run)
         target, draft = parts.pair.target, parts.pair.draft
-        # Before the weights are spread over the processes.
+        # Before the weights are sharded.
         self.fingerprint = Fingerprint.of(target)
         self.rows = head_rows(draft.vocab_ids, target.config.vocab_size)
         self.order = Order(len(parts.mixture) - settings.data.num_held_out, settings.seed)
@@ -111,23 +110,12 @@ class Trainer:
                 f"{self.order.num_sequences} sequences do not make one step of {self.per_step}: "
                 "lower stage.accumulation or stage.micro_batch, or set stage.num_steps"
             )
-        stage = self.stage
-        optimisation = Optimisation(
-            stage.micro_batch,
-            stage.accumulation * stage.lags,
-            stage.weight_decay,
-            (stage.beta1, stage.beta2),
-            stage.clip,
-            stage.optimizer == "muon",
-        )
-        self.engine = TrainingEngine(
-            target, draft, settings.deepspeed.config, optimisation, processes, device
-        )
+        self.engine = TrainingEngine(target, draft, settings.deepspeed.config, self.stage, processes, device)
         chunk = compile_layers(target, draft) if settings.compile else one_chunk
         self.objective = Objective(
             target,
             draft,
-            stage.soft,
+            self.stage.soft,
             self.engine.run_target,
             self.engine.draft,
             self.engine.gather,
@@ -139,7 +127,6 @@ class Trainer:
         self.started = time.perf_counter()
 
     def run(self) -> Path:
-        """Train to the end."""
         first = self._begin()
         texts = self._held_out()
         loggers = self._loggers(first)
@@ -171,7 +158,7 @@ class Trainer:
         return self.folder
 
     def _time_is_up(self) -> bool:
-        """Whether this run has had its seconds; the first process's clock decides for all."""
+        """Whether `max_seconds` have passed; the first process's clock decides for all."""
         limit = self.settings.saving.max_seconds
         if not limit:
             return False
@@ -179,7 +166,7 @@ class Trainer:
         return bool(self.engine.sum(torch.tensor(float(over), dtype=torch.float64)) > 0)
 
     def _begin(self) -> int:
-        """Make the folder, or go on from its newest checkpoint; returns the first step to do."""
+        """Make the folder, or load its newest checkpoint; returns the first step to do."""
         if self.processes.first:
             self.folder.mkdir(parents=True, exist_ok=True)
             checkpoints.sweep(self.folder)
@@ -203,7 +190,7 @@ class Trainer:
         return state.step
 
     def _load(self, step: int) -> list[list[Layout]]:
-        """This process's micro-batches of a step, each laid out for every lag it is learnt from."""
+        """This process's micro-batches of a step, each laid out once for every lag."""
         stage, per_step = self.stage, self.per_step
         layouts = []
         for micro in range(stage.accumulation):
@@ -227,7 +214,7 @@ class Trainer:
     def _step(
         self, step: int, waiting: Future[list[list[Layout]]], loader: ThreadPoolExecutor
     ) -> Future[list[list[Layout]]] | None:
-        """One optimizer step; meanwhile the next one's batches are loaded."""
+        """One optimizer step, during which the batches of the next step are loaded."""
         micro_batches = waiting.result()
         following = loader.submit(self._load, step + 1) if step + 1 < self.num_steps else None
         counts = [len(layout.labels) for layouts in micro_batches for layout in layouts]
@@ -236,7 +223,7 @@ class Trainer:
         scale = len(counts) * self.processes.data_size / num_queries
         rate = learning_rate(self.stage, step, self.num_steps)
         for layouts in micro_batches:
-            read = self.objective.read(layouts[0])  # lags are the draft's alone
+            read = self.objective.read(layouts[0])  # the target's pass does not depend on the lag
             self.sums.num_tokens += layouts[0].tokens.numel() * self.processes.data_size
             for layout in layouts:
                 outcome = self.objective(layout, read)
@@ -296,7 +283,7 @@ class Trainer:
         self.sums.started = time.perf_counter()
 
     def _held_out(self) -> list[evaluate.Continuation]:
-        """What the target says to the held-out beginnings; written once per run."""
+        """The target's continuations of the held-out prompts; written once per run."""
         if not self.settings.evaluation.every:
             return []
         path = self.folder / "held_out.json"

@@ -1,6 +1,6 @@
 """The decoding methods. Each is one file; importing this package registers those that come with it."""
 
-from longspec.decoding.methods.base import MOST_NODES, Auto, Chain, Choice, Method
+from longspec.decoding.methods.base import MOST_NODES, Auto, Chain, Method, MethodChoice
 from longspec.decoding.methods.lookup import Lookup
 from longspec.decoding.methods.magicdec import MagicDec
 from longspec.decoding.methods.registry import register
@@ -14,10 +14,10 @@ __all__ = [
     "VANILLA",
     "Auto",
     "Chain",
-    "Choice",
     "Lookup",
     "MagicDec",
     "Method",
+    "MethodChoice",
     "Option",
     "Seq",
     "Tree",

@@ -25,7 +25,7 @@ MOST_NODES = 512
 
 
 @dataclass(frozen=True)
-class Choice:
+class MethodChoice:
     """What a caller may choose to decode with: a method, or `Auto`."""
 
     name: ClassVar[str]
@@ -37,7 +37,7 @@ class Choice:
 
     def __init_subclass__(cls) -> None:
         # A dataclass would write its own, and this one is asked for each row of each round.
-        cls.__hash__ = Choice.__hash__  # type: ignore[method-assign]
+        cls.__hash__ = MethodChoice.__hash__  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         for one in self.options().values():
@@ -79,7 +79,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Auto(Choice):
+class Auto(MethodChoice):
     """Have the engine pick the fastest method for each turn, by measurement; see `longspec.engine.auto`."""
 
     name = "auto"
@@ -89,7 +89,7 @@ class Auto(Choice):
 
 
 @dataclass(frozen=True)
-class Method(Choice):
+class Method(MethodChoice):
     """A way to propose what the target may say next. Verifying, accepting and committing is the round's.
 
     What a caller asks for and what the engine runs are of one class: `fit` makes the second of the first.

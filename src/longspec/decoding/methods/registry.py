@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from longspec.decoding.methods.base import Auto, Choice, Method
+from longspec.decoding.methods.base import Auto, Method, MethodChoice
 from longspec.decoding.option import Option
 from longspec.errors import UserError
 
@@ -37,12 +37,12 @@ def methods() -> Mapping[str, type[Method]]:
     return MappingProxyType(_METHODS)
 
 
-def choices() -> Mapping[str, type[Choice]]:
+def choices() -> Mapping[str, type[MethodChoice]]:
     """What a caller may choose: `auto`, and all methods."""
     return {Auto.name: Auto, **_METHODS}
 
 
-def find(name: str) -> type[Choice]:
+def find(name: str) -> type[MethodChoice]:
     """The choice of this name."""
     found = choices()
     if not isinstance(name, str) or name not in found:
@@ -59,7 +59,7 @@ def all_options() -> dict[str, tuple[Option, list[str]]]:
     return found
 
 
-def choose_method(name: str, options: Mapping[str, Any]) -> Choice:
+def choose_method(name: str, options: Mapping[str, Any]) -> MethodChoice:
     """A method with these options; one that the method does not have is refused."""
     cls = find(name)
     own = cls.options()
@@ -71,7 +71,7 @@ def choose_method(name: str, options: Mapping[str, Any]) -> Choice:
     return cls(**options)
 
 
-def read_label(label: str) -> Choice:
+def read_label(label: str) -> MethodChoice:
     """A method written in one word: `lookup:6`, `tree:8x32x32@64+12`, `magicdec:4:window=256`.
 
     Behind the name come a size, in the method's own short form, and options by name.

@@ -16,6 +16,7 @@ import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ from longspec.config import DraftConfig
 from longspec.errors import UserError
 from longspec.hub import resolve_draft
 from longspec.models.draft_files import read_draft_config
-from longspec.models.files import read_json, write_whole
+from longspec.models.files import write_whole
+from longspec.records import read_record
 
 ASK, ANSWER = "cross_attn.q_proj", "cross_attn.o_proj.weight"
 Tensors = dict[str, Tensor]
@@ -108,7 +110,7 @@ def main() -> int:
             raise UserError(f"{folder} has no model.safetensors: it is not a draft folder of ours")
         if output.exists():
             raise UserError(f"{output} is there already: give a new folder")
-        before, config = read_draft_config(folder), read_json(folder / "config.json")
+        before, config = read_draft_config(folder), read_record(folder / "config.json", dict[str, Any])
         num_layers = config["fingerprint"]["shape"]["num_layers"]
         # Negative ones count from the last.
         before = replace(before, cross_layers=tuple(layer % num_layers for layer in before.cross_layers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from longspec.errors import UserError
+from longspec.errors import UserError, shown
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 # The default tree, as nodes per depth. With its root it has 64 nodes: a tile of our kernels has 64 rows.
@@ -111,22 +111,22 @@ class DraftConfig:
     """Whether what the hidden state adds is scaled and shifted by vectors for each lag."""
 
     def __post_init__(self) -> None:
-        for name in ("window", "max_lag"):
-            if getattr(self, name) < 1:
-                raise UserError(f"the draft config has {name} = {getattr(self, name)}; it must be at least 1")
+        bounds = {
+            "window": (1, 2**20),
+            "max_lag": (1, 512),
+            "draft_vocab": (0, 2**31 - 1),  # 0 is the whole vocabulary
+            "intermediate_size": (0, 2**31 - 1),  # 0 is the target's
+        }
+        for name, (least, most) in bounds.items():
+            if not least <= (value := getattr(self, name)) <= most:
+                raise UserError(
+                    f"the draft config has {name} = {shown(value)}; it must lie between {least} and {most}"
+                )
         object.__setattr__(self, "cross_layers", tuple(self.cross_layers))  # a config file has a list
         if not self.cross_layers:
             raise UserError("the draft config has no cross_layers; it needs at least one")
-        if self.draft_vocab < 0:
-            raise UserError(
-                f"the draft config has draft_vocab = {self.draft_vocab}; 0 is the whole vocabulary"
-            )
         if self.lag_gate and not self.use_feature:
             raise UserError("the draft config has lag_gate without use_feature; there is nothing to gate")
-        if self.intermediate_size < 0:
-            raise UserError(
-                f"the draft config has intermediate_size = {self.intermediate_size}; 0 is the target's"
-            )
 
     def num_parameters(self, target: ModelConfig) -> int:
         """Weights in the draft, without the target's embedding and head."""

@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 
 Entry = TypeVar("Entry")
 
+# Characters of a bad value that an error shows.
+_LONGEST = 120
+
 
 class UserError(ValueError):
     """Something the user can mend: the message names the bad value and the way out, in one line.
@@ -29,17 +32,35 @@ def naming(source: object) -> Iterator[None]:
         raise UserError(f"{source}: {error}") from error
 
 
+def shown(value: Any, quoted: bool = True) -> str:
+    """A value as an error names it: on one line, without control characters, and not longer than a line."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write integers of over 4,300 digits
+        return "a number of thousands of digits"
+    if isinstance(value, str) and not quoted:
+        text = text[1:-1]
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def flag(name: str, value: Any) -> bool:
+    """The value, if it is true or false: `bool("no")` would be true."""
+    if not isinstance(value, bool):
+        raise UserError(f"{name} is {shown(value)}; True or False is needed")
+    return value
+
+
 def entry(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
     """The entry of a table by its name; `what` says in the error what the entries are."""
     if name not in table:
-        raise UserError(f"the {what} {name!r} is unknown: take one of {', '.join(table)}")
+        raise UserError(f"the {what} {shown(name)} is unknown: take one of {', '.join(table)}")
     return table[name]
 
 
 def check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on in a folder that was begun with other settings."""
     other = [
-        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        f"{name} was {shown(before.get(name))} and is {shown(now.get(name))}"
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
     ]
@@ -56,19 +77,22 @@ def whole_number(name: str, value: Any) -> int:
             raise TypeError
         return operator.index(value)
     except TypeError:
-        raise UserError(f"{name} is {value!r}; a whole number is needed") from None
+        raise UserError(f"{name} is {shown(value)}; a whole number is needed") from None
 
 
 def number(name: str, value: Any) -> float:
     """The value as a float, if it is a finite number of any kind."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise UserError(f"{name} is {value!r}; a finite number is needed")
-    return float(value)
+    try:
+        if not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        pass
+    raise UserError(f"{name} is {shown(value)}; a finite number is needed")
 
 
 def whole_numbers(name: str, values: Any) -> list[int]:
     """The same for a list or an array of them."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise UserError(f"{name} is {values!r}; a list of whole numbers is needed")
+        raise UserError(f"{name} is {shown(values)}; a list of whole numbers is needed")
     return [whole_number(f"one of {name}", value) for value in values]

@@ -11,7 +11,7 @@ from longspec.decoding.accept import AcceptanceRule
 from longspec.decoding.methods import Auto, MethodChoice
 from longspec.decoding.methods.registry import all_options, choose_method
 from longspec.decoding.sampling import Sampling
-from longspec.errors import UserError, whole_number, whole_numbers
+from longspec.errors import UserError, flag, whole_number, whole_numbers
 
 DEFAULT_MAX_NEW_TOKENS = 512
 
@@ -89,7 +89,7 @@ def read_options(options: Mapping[str, Any]) -> Settings:
         seed=_checked_seed(given.get("seed")),
         stop=_stop_strings(given.get("stop", ())),
         eos_ids=frozenset(whole_numbers("eos_ids", given["eos_ids"])) if "eos_ids" in given else None,
-        raw=bool(given.get("raw", False)),
+        raw=flag("raw", given.get("raw", False)),
     )
 
 

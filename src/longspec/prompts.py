@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from longspec.errors import UserError, whole_number
+from typing_extensions import TypedDict
+
+from longspec.errors import UserError, shown, whole_number
+from longspec.records import read_record
+from longspec.templates import render_chat, start_early
 
 
 class Array(Protocol):
@@ -22,6 +25,14 @@ Message = Mapping[str, str]
 Prompt = str | Message | Sequence[Message] | Sequence[int] | Array
 """A text (one user message), a conversation, or token ids as they are."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+class TokenizerConfig(TypedDict, total=False):
+    """Of `tokenizer_config.json`, what its readers rely on without a check."""
+
+    tokenizer_class: str | None
+    model_max_length: float | None
+    chat_template: str | list[dict[str, str]] | dict[str, str] | None
 
 
 def split_batch(given: Any) -> tuple[list[Prompt], bool]:
@@ -62,13 +73,11 @@ def _loader(folder: Path) -> Any:
     To find out by itself it imports what takes seconds."""
     import transformers
 
-    told: dict[str, Any] = {}
-    for name in ("config.json", "tokenizer_config.json"):
-        try:
-            told |= json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, TypeError):
-            return transformers.AutoTokenizer  # which says what is wrong
-    plain = told.get("model_type") == "llama" and told.get("tokenizer_class") == "TokenizersBackend"
+    model, own = (
+        read_record(folder / name, shape) if (folder / name).is_file() else {}
+        for name, shape in (("config.json", dict[str, Any]), ("tokenizer_config.json", TokenizerConfig))
+    )
+    plain = model.get("model_type") == "llama" and own.get("tokenizer_class") == "TokenizersBackend"
     return transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
 
 
@@ -80,12 +89,16 @@ class PromptEncoder:
             raise UserError(f"{folder} has no tokenizer: one of {', '.join(_TOKENIZER_FILES)} is needed")
         try:
             self.tokenizer: Any = _loader(folder).from_pretrained(folder, trust_remote_code=False)
-        except Exception as error:
+        except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+            raise
+        except BaseException as error:  # a panic in the Rust tokenizers is no Exception
             # Whatever a broken tokenizer file makes the library raise, the user needs the folder's name.
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            reason = shown(" ".join(str(error).split()), quoted=False) or type(error).__name__
             raise UserError(f"cannot read the tokenizer in {folder}: {reason}") from error
         if not self.tokenizer.chat_template:
             self.tokenizer.chat_template = chat_template
+        if self.tokenizer.chat_template:
+            start_early()
 
     def encode(self, prompt: Prompt, raw: bool, vocab_size: int) -> list[int]:
         """Token ids of a prompt of `split_batch`; texts and messages use the chat template unless `raw`."""
@@ -117,11 +130,7 @@ class PromptEncoder:
                 raise UserError(f"a message needs texts 'role' and 'content'; this one is {message!r}")
         if not self.tokenizer.chat_template:
             raise UserError("the target has no chat template for messages; give a plain text")
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise what they like, as a way to refuse a conversation
-            raise UserError(f"the chat template refused the messages: {error}") from error
-        return self._tokenize(text, add_special_tokens=False)
+        return self._tokenize(render_chat(self.tokenizer, messages, open_turn=True), add_special_tokens=False)
 
     def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         try:

@@ -106,7 +106,7 @@ def test_a_run_that_was_killed_goes_on_and_has_the_same_rows(
     assert rows == rows_of(whole)
     # Another question does not belong into the same folder.
     assert main([*again, "--max-new-tokens", "12"]) == 2
-    assert "max_new_tokens 10, and now it is 12" in capsys.readouterr().err
+    assert "max_new_tokens was 10 and is 12" in capsys.readouterr().err
 
 
 def test_a_terminal_gets_a_table_and_no_promise_of_plots_that_are_not_there(

@@ -78,9 +78,9 @@ def test_bad_folders(tmp_path: Path) -> None:
     good = json.loads(index.read_text())["weight_map"]
     shard = good["a.weight"]
     for text, said in [
-        ("{", "not a valid index"),
-        ("[]", "not a valid index"),
-        ('{"weight_map": 3}', "not a valid index"),
+        ("{", "it is not JSON"),
+        ("[]", r"the whole is \[\]; it must be an object"),
+        ('{"weight_map": 3}', "weight_map is 3; it must be an object"),
         ('{"weight_map": {}}', "names no tensors"),
         (json.dumps({"weight_map": good | {"c": shard}}), f"{shard} lacks the tensor 'c'"),
         (json.dumps({"weight_map": {"a": "../a.safetensors"}}), "no file name"),

@@ -13,7 +13,8 @@ from longspec.bench.runners import accepted_by_depth, read_method
 from longspec.bench.summary import summarise
 from longspec.decoding.methods import Seq, Tree
 from longspec.errors import UserError
-from longspec.models.files import read_json, write_whole
+from longspec.models.files import write_whole
+from longspec.records import read_record
 
 MEASURED = "## Measured"
 """The heading of the measurements in a draft's card."""
@@ -31,7 +32,7 @@ def note_acceptance(runs: Sequence[Path], draft: Path) -> dict[str, Any]:
             f"{', '.join(map(str, runs))}: no rows at temperature 0 of seq or of a whole tree; "
             "measure with --methods seq:4,tree:4x16x16 --temperature 0"
         )
-    config = read_json(draft / "config.json")
+    config = read_record(draft / "config.json", dict[str, Any])
     write_whole(draft / "config.json", json.dumps(config | {"acceptance": measured}, indent=1).encode())
     card = (draft / "README.md").read_text(encoding="utf-8") if (draft / "README.md").is_file() else ""
     kept = card.partition(MEASURED)[0].rstrip()

@@ -6,13 +6,80 @@ import json
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any, NotRequired, cast
+
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict
 
 from longspec.errors import UserError, check_same
-from longspec.models.files import read_json, write_whole
+from longspec.models.files import write_whole
+from longspec.records import parse_record, read_record
 
 RUN, ROWS = "run.json", "rows.jsonl"
 Row = dict[str, Any]
+"""A `RowRecord`, with whatever else is worth keeping."""
+
+
+_MORE = ConfigDict(extra="allow")
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+@with_config(_MORE)
+class Difference(TypedDict):
+    """Where an answer parts from vanilla's."""
+
+    margin: float | None
+
+
+@with_config(_MORE)
+class RowRecord(TypedDict):
+    """The values of a row that tables and reports are made from."""
+
+    workload: str
+    kind: str
+    item: str
+    method: str
+    ran: str
+    temperature: Seconds
+    repeat: Count
+    prompt_tokens: Count
+    tokens: Count
+    decoded_tokens: Count
+    prefill_seconds: Seconds
+    decode_seconds: Seconds
+    load_average: float
+    peak_memory: Count
+    memory_above_start: Count
+    compared: bool
+    difference: Difference | None
+    rounds: NotRequired[Count]
+    accepted_by_depth: NotRequired[list[Count]]
+    token_ids: NotRequired[list[list[Count]]]
+    depths: NotRequired[list[list[Count] | None]]
+    pieces: NotRequired[list[list[str]]]
+    batch: NotRequired[str]
+    batch_seconds: NotRequired[Seconds]
+
+
+@with_config(_MORE)
+class RunFacts(TypedDict):
+    """What must be the same for a run to be resumed."""
+
+    environment: dict[str, Any]
+    max_new_tokens: Count
+    repeats: Count
+    batch: NotRequired[Count]
+
+
+@with_config(_MORE)
+class RunRecord(TypedDict):
+    """What `run.json` says."""
+
+    facts: RunFacts
+    begun: str
+    command: str
+    left_out: NotRequired[dict[str, str]]
 
 
 def row_key(row: Row) -> tuple[str, str, str, float, int]:
@@ -28,7 +95,7 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if (path / RUN).exists():
-                check_same(path, read_json(path / RUN).get("facts", {}), facts)
+                check_same(path, read_record(path / RUN, RunRecord)["facts"], facts)
             elif (path / ROWS).exists():
                 raise UserError(f"{path} has {ROWS} but no {RUN}: it is not the folder of a run")
             else:
@@ -71,14 +138,12 @@ def _read_rows(path: Path) -> tuple[list[Row], int]:
     if not path.exists():
         return [], 0
     rows, size = [], 0
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break  # the run was killed while it wrote this one
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: damaged: {error}") from error
-        size += len(line)
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break  # the run was killed while it wrote this one
+            rows.append(cast("Row", parse_record(line, RowRecord, f"{path}, line {number}")))
+            size += len(line)
     return rows, size
 
 
@@ -89,4 +154,4 @@ def read_run(path: Path) -> tuple[dict[str, Any], list[Row]]:
     rows, _ = _read_rows(path / ROWS)
     if not rows:
         raise UserError(f"{path} has no finished rows yet")
-    return read_json(path / RUN), rows
+    return dict(read_record(path / RUN, RunRecord)), rows

@@ -218,7 +218,7 @@ def numbers(text: str) -> tuple[float, ...]:
 def _num_bytes(text: str) -> int:
     """A size in bytes, or with a unit behind it."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if found is None or found[2] == "i" or float(found[1]) == 0:
+    if found is None or found[2] == "i" or not 0 < float(found[1]) < 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 8GB, 512MB or 1.5GiB")
     base = 1024 if found[2].endswith("i") else 1000
     return int(float(found[1]) * base ** (" kmgt".index(found[2][:1] or " ")))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from longspec.cli.arguments import add_model_arguments, load, numbers, whole_number, whole_numbers
 from longspec.cli.bench_load import LOAD
 from longspec.cli.command import Command, add_commands
+from longspec.cli.terminal import printable
 from longspec.decoding.methods.registry import choices, choose_method, find
 
 if TYPE_CHECKING:
@@ -280,9 +281,10 @@ def _bench(arguments: argparse.Namespace, settings: RunSetting, workloads: Workl
         if sys.stdout.isatty():
             _show(figures, run)
         else:
-            print(markdown(figures, run))
+            print(printable(markdown(figures, run)))
         what = "Rows and plots" if can_draw() else "Rows"
-        print(f"{what} are in {output}; for a page of it: longspec bench report {output}")
+        shown = printable(str(output))
+        print(f"{what} are in {shown}; for a page of it: longspec bench report {shown}")
     return 0
 
 
@@ -293,7 +295,6 @@ def _show(figures: Sequence[Figures], run: dict[str, Any]) -> None:
     from rich.text import Text
 
     from longspec.bench.report import about, fastest_peer
-    from longspec.cli.terminal import printable
 
     console, table = Console(), Table()
     peers = any(fastest_peer(one) for one in figures)
@@ -342,7 +343,7 @@ def _report(arguments: argparse.Namespace) -> int:
     runs = [Path(one) for one in arguments.runs]
     output = Path(arguments.output) if arguments.output else runs[0] / "report.html"
     write_page(runs, output, arguments.answers)
-    print(output)
+    print(printable(str(output)))
     return 0
 
 

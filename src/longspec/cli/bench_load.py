@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from longspec.cli.arguments import add_model_arguments, load, number, numbers, whole_number
 from longspec.cli.command import Command
+from longspec.cli.terminal import printable
 
 if TYPE_CHECKING:
     from longspec.bench.load import LoadRun, Percentiles
@@ -88,10 +89,10 @@ def _show_load(run: LoadRun) -> None:
     if not console.is_terminal:
         console = Console(width=160)
     facts = ", ".join(f"{name} {value}" for name, value in run.environment.items() if value is not None)
-    console.print(facts, markup=False, highlight=False)
+    console.print(printable(facts), markup=False, highlight=False)
     console.print(
         f"{run.setting.requests} requests at each rate, {run.num_prompts} different prompts of "
-        f"{run.workload}, answers of at most {run.setting.max_new_tokens} tokens, method "
+        f"{printable(run.workload)}, answers of at most {run.setting.max_new_tokens} tokens, method "
         f"{run.setting.method}; times in milliseconds at p50 / p90 / p99",
         markup=False,
         highlight=False,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from longspec.cli.terminal import printable
+from longspec.cli.terminal import one_line
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=_Help, **options)
 
     def error(self, message: str) -> NoReturn:
-        text = printable(message.removeprefix("argument "))
+        text = one_line(message.removeprefix("argument "))
         self.exit(2, f"longspec: error: {text} (see {self.prog} --help)\n")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import warnings
@@ -13,7 +14,7 @@ from typing import Any
 from longspec import __version__
 from longspec.cli import bench, chat, data, generate, models, serve, train
 from longspec.cli.command import Command, Parser, add_commands, add_debug
-from longspec.cli.terminal import open_streams, printable
+from longspec.cli.terminal import one_line, open_streams
 
 _DESCRIPTION = """\
 Lossless speculative decoding for long contexts: Llama and Qwen models answer faster and say the same.
@@ -55,14 +56,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+            error.filename = "standard output"  # whoever writes a file names it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if arguments.debug or not _is_for_users(error):
             raise
-        print(f"longspec: error: {printable(_one_line(error))}", file=sys.stderr)
+        print(f"longspec: error: {_one_line(error)}", file=sys.stderr)
         return 2
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    arguments, unknown = _parser().parse_known_args(argv)
+    parser = _parser()
+    for word in argv:
+        if word.startswith("--") and word.endswith("=--"):  # argparse would take it for an empty list
+            parser.error(f"{word} has no value")
+    arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = arguments.parser._option_string_actions
         close = get_close_matches(unknown[0], flags, n=1)
@@ -105,7 +113,7 @@ def _print_completion(arguments: argparse.Namespace) -> int:
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """One line, as for an error, without the place in the code."""
-    print(f"longspec: warning: {printable(' '.join(str(message).split()))}", file=sys.stderr)
+    print(f"longspec: warning: {one_line(str(message))}", file=sys.stderr)
 
 
 def _is_for_users(error: BaseException) -> bool:
@@ -116,5 +124,4 @@ def _is_for_users(error: BaseException) -> bool:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text or f"{type(error).__name__} (run again with --debug for the details)"
+    return one_line(str(error)) or f"{type(error).__name__} (run again with --debug for the details)"

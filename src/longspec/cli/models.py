@@ -16,6 +16,7 @@ from longspec.cli.arguments import (
     positive_number,
 )
 from longspec.cli.command import Command
+from longspec.cli.terminal import printable
 from longspec.config import DEFAULT_TREE
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
 
 def _info(arguments: argparse.Namespace) -> int:
     facts = _facts(arguments)
-    print(json.dumps(facts) if arguments.json else _report(facts))
+    print(json.dumps(facts) if arguments.json else printable(_report(facts)))
     return 0
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from longspec.cli.arguments import add_device, add_target, number, numbers, whole_number
 from longspec.cli.command import Command
+from longspec.cli.terminal import printable
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
@@ -146,7 +147,7 @@ def _run(arguments: argparse.Namespace) -> int:
     dropped = ", ".join(f"{number} {reason}" for reason, number in sorted(made.dropped.items())) or "none"
     speed = f" at {made.tokens_per_second:,.0f} tokens/s" if made.tokens_written else ", made before"
     print(
-        f"{made.folder}: {made.num_tokens:,} tokens in {made.num_sequences:,} sequences{speed}; "
+        f"{printable(made.folder)}: {made.num_tokens:,} tokens in {made.num_sequences:,} sequences{speed}; "
         f"{made.kept:,} of {made.num_samples:,} samples kept, {made.loops_cut:,} of them cut at a loop; "
         f"dropped: {dropped}"
     )
@@ -156,7 +157,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _amount(text: str) -> int:
     """A number such as 500000, 500k or 10M, for argparse."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmb]?)", text.strip().lower())
-    if found is None:
+    if found is None or float(found[1]) > 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is not an amount like 500000, 500k or 10M")
     return int(float(found[1]) * _UNITS[found[2]])
 

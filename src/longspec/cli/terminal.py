@@ -22,18 +22,24 @@ _SHADES = (194, 157, 120, 83, 41)
 
 
 def open_streams() -> None:
-    """Make the standard streams usable: a closed one leads nowhere, what one cannot encode becomes a `?`."""
+    """Make the standard streams usable: a closed one leads nowhere, what one cannot encode or
+    decode is replaced."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 # open for as long as the program runs
-        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def printable(text: str) -> str:
     """The text with every control character made visible; newlines and tabs stay."""
     return text.translate(_VISIBLE)
+
+
+def one_line(text: str) -> str:
+    """What goes to the terminal as a message, whatever is in it: one line that the terminal only shows."""
+    return printable(" ".join(text.split()))
 
 
 def write(text: str) -> None:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from longspec.cli.command import Command
+from longspec.cli.terminal import printable
 from longspec.train import command
 
 _EXPORT = """\
@@ -37,7 +38,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 def _export(arguments: argparse.Namespace) -> int:
     from longspec.train.export import export
 
-    print(export(Path(arguments.run), Path(arguments.output), arguments.dtype))
+    print(printable(str(export(Path(arguments.run), Path(arguments.output), arguments.dtype))))
     return 0
 
 
@@ -49,7 +50,7 @@ def _add_plot(parser: argparse.ArgumentParser) -> None:
 def _plot(arguments: argparse.Namespace) -> int:
     from longspec.train.plot import plot
 
-    print(plot(Path(arguments.run), Path(arguments.output) if arguments.output else None))
+    print(printable(str(plot(Path(arguments.run), Path(arguments.output) if arguments.output else None))))
     return 0
 
 

@@ -212,6 +212,7 @@ def _parse(raw: bytes | Record) -> Record:
     if isinstance(raw, dict):
         return raw
     try:
+        # Not by `longspec.records`, because fields that nobody reads may hold NaN.
         record = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise BadRecord(f"it is not JSON: {error}") from error

@@ -7,15 +7,38 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from longspec.errors import UserError
-from longspec.models.files import read_json
+from longspec.records import read_record
 
 _LINES = (".jsonl", ".ndjson", ".json")
 _PACKED = (".gz", ".xz", ".zst")
 _KNOWN = f"{', '.join(_LINES)} (plain or {', '.join(_PACKED)}), .parquet"
 _END_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class SavedSplits:
+    """`dataset_dict.json` of `save_to_disk`."""
+
+    splits: list[str]
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """One of its Arrow files."""
+
+    filename: str
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """`state.json` of `save_to_disk`."""
+
+    data_files: Annotated[list[SavedFile], Field(alias="_data_files", min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -113,18 +136,14 @@ def _is_saved(folder: Path) -> bool:
 def _saved(folder: Path, split: str | None) -> Iterator[tuple[Path, str]]:
     """The Arrow files of a dataset that `save_to_disk` wrote, in its order."""
     if (folder / "dataset_dict.json").is_file():
-        splits = read_json(folder / "dataset_dict.json").get("splits") or []
+        splits = read_record(folder / "dataset_dict.json", SavedSplits).splits
         if split is None and len(splits) == 1:
             split = splits[0]
         if split not in splits:
             asked = "name one with --split" if split is None else f"there is no split {split!r}"
             raise UserError(f"{folder} has the splits {', '.join(map(str, splits))}: {asked}")
         folder = folder / str(split)
-    try:
-        names = [entry["filename"] for entry in read_json(folder / "state.json")["_data_files"]]
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{folder / 'state.json'} does not name its files: save the dataset again") from error
-    for name in names:
-        if not (folder / name).is_file():
-            raise UserError(f"{folder} lacks its file {name}: save the dataset again")
-        yield folder / name, "arrow"
+    for file in read_record(folder / "state.json", SavedState).data_files:
+        if "\0" in file.filename or not (folder / file.filename).is_file():
+            raise UserError(f"{folder} lacks its file {file.filename}: save the dataset again")
+        yield folder / file.filename, "arrow"

@@ -29,9 +29,10 @@ from longspec.data.shards import (
 from longspec.data.work import claimed, encode_in_order
 from longspec.errors import UserError, check_same, entry
 from longspec.hub import resolve_tokenizer
-from longspec.models.files import clear_unfinished, read_json, write_whole
+from longspec.models.files import clear_unfinished, write_whole
 from longspec.progress import byte_bar
 from longspec.prompts import PromptEncoder
+from longspec.records import as_record, read_record
 
 _STATE = "prepare.json"
 _SHARD_TOKENS = 1 << 23
@@ -92,6 +93,16 @@ class PrepareState:
     num_bad: int = 0
     bad_places: list[str] = field(default_factory=list)
     """The first few."""
+
+
+@dataclass(frozen=True)
+class MadeBy:
+    """What a finished dataset says of how it was made, beside the settings."""
+
+    num_documents: int
+    num_short: int
+    num_bad: int
+    bad_places: list[str]
 
 
 @dataclass(frozen=True)
@@ -247,11 +258,7 @@ def _read_state(folder: Path, settings: dict[str, Any]) -> PrepareState:
         state = PrepareState(settings)
         _write_state(folder, state)
         return state
-    raw = read_json(path)
-    try:
-        state = PrepareState(**raw | {"position": Position(**raw["position"])})
-    except (KeyError, TypeError) as error:
-        raise UserError(f"cannot read {path}: {error}; remove {folder} to begin anew") from error
+    state = read_record(path, PrepareState)
     check_same(folder, state.settings, settings)
     return state
 
@@ -261,17 +268,17 @@ def _write_state(folder: Path, state: PrepareState) -> None:
 
 
 def _summary(folder: Path, info: DatasetInfo, seconds: float, rate: float | None) -> PrepareSummary:
-    made_by = info.made_by
+    made_by = as_record(info.made_by, MadeBy, folder)
     return PrepareSummary(
         str(folder),
         info.num_sequences,
         info.num_tokens,
-        made_by["num_documents"],
+        made_by.num_documents,
         info.num_shards,
         1 - info.num_tokens / (info.num_sequences * info.seq_length),
-        made_by["num_short"],
-        made_by["num_bad"],
-        made_by["bad_places"],
+        made_by.num_short,
+        made_by.num_bad,
+        made_by.bad_places,
         [asdict(source) for source in info.sources],
         seconds,
         rate or 0.0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from longspec.data.inputs import find_files
 from longspec.data.read import Position, read_chunks
 from longspec.errors import UserError, naming
+from longspec.records import parse_record
 
 
 def read_records(inputs: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -20,9 +20,7 @@ def read_records(inputs: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     for chunk in read_chunks(find_files(inputs), Position()):
         for number, raw in chunk.records:
             place = chunk.file.place(number)
-            with naming(place):
-                record = _parse(raw) if isinstance(raw, bytes) else raw
-            yield place, record
+            yield place, parse_record(raw, dict[str, Any], place) if isinstance(raw, bytes) else raw
         if chunk.fault:
             raise UserError(f"{chunk.file.label}: {chunk.fault}")
 
@@ -38,8 +36,10 @@ class JsonLines:
                 for number, line in enumerate(file, 1):
                     digest.update(line)
                     if line.strip():
-                        with naming(f"{path}, line {number}"):
-                            check(_parse(line))
+                        place = f"{path}, line {number}"
+                        record = parse_record(line, dict[str, Any], place)
+                        with naming(place):
+                            check(record)
                         self._offsets[-1:] = [file.tell() - len(line), file.tell()]
                     else:
                         self._offsets[-1] = file.tell()
@@ -55,17 +55,7 @@ class JsonLines:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         with open(self.path, "rb") as file:
             file.seek(self._offsets[index])
-            return _parse(file.readline())
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"this is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"this is {type(found).__name__} and not a JSON object")
-    return found
+            return parse_record(file.readline(), dict[str, Any], self.path)
 
 
 def read_prompt(record: Mapping[str, Any]) -> tuple[list[dict[str, str]], list[str]]:

@@ -25,6 +25,7 @@ from longspec.decoding.sampling import Sampling
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 from longspec.prompts import PromptEncoder
+from longspec.templates import render_chat
 
 MODES = ("documents", "prompts", "questions")
 """In the order in which they are written: long prompts first, so that prompts of like length run together."""
@@ -299,12 +300,7 @@ class Script:
         sample.add(tokens[:given], Role.PROMPT)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            )
-        except Exception as error:  # templates raise what they like, as a way to refuse a conversation
-            raise UserError(f"the chat template refused the messages: {error}") from error
+        return render_chat(self._tokenizer, messages, open_turn=True)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

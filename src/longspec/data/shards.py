@@ -24,11 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longspec.errors import UserError
-from longspec.models.files import clear_unfinished, read_json, write_whole
+from longspec.errors import UserError, shown
+from longspec.models.files import clear_unfinished, write_whole
+from longspec.records import read_record
 
 FORMAT = 1
-_INFO = "dataset.json"
+_INFO, _ORIGIN = "dataset.json", "shard.json"
 _TEMPORARY = ".building-"
 _MAX_OPEN = 48
 
@@ -61,6 +62,14 @@ class Source:
     licence: str
     num_documents: int
     num_tokens: int
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What `shard.json` says."""
+
+    sources: list[Source]
+    num_sequences: int
 
 
 @dataclass(frozen=True)
@@ -112,13 +121,15 @@ def write_shard(
                 np.save(file, array)
                 file.flush()
                 os.fsync(file.fileno())
-        origin = {"sources": [asdict(source) for source in sources], "num_sequences": len(sequences)}
-        write_whole(building / "shard.json", json.dumps(origin, indent=1).encode())
+        origin = Origin(list(sources), len(sequences))
+        write_whole(building / _ORIGIN, json.dumps(asdict(origin), indent=1).encode())
         if goal.exists():
             shutil.rmtree(goal)
         building.rename(goal)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(building, ignore_errors=True)
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(goal)  # a write that fails does not name its file
         raise
 
 
@@ -131,7 +142,7 @@ def finish(
     num_sequences = seq_length = 0
     for index in range(num_shards):
         shard = shard_folder(folder, index)
-        sources += [Source(**found) for found in read_json(shard / "shard.json")["sources"]]
+        sources += read_record(shard / _ORIGIN, Origin).sources
         tokens, roles = (np.load(shard / f"{name}.npy", mmap_mode="r") for name in ("tokens", "roles"))
         num_sequences, seq_length = num_sequences + len(tokens), tokens.shape[1]
         counts += np.bincount(tokens[roles != Role.PAD], minlength=vocab_size)
@@ -174,10 +185,15 @@ class Dataset:
     def __init__(self, folder: Path) -> None:
         self.folder, self.info = folder, read_info(folder)
         self._open: dict[int, tuple[Any, ...]] = {}
-        shards = [shard_folder(folder, index) for index in range(self.info.num_shards)]
-        self._ends = np.cumsum([int(read_json(shard / "shard.json")["num_sequences"]) for shard in shards])
-        if not len(self):
-            raise UserError(f"the dataset {folder} has no sequences")
+        sizes = []
+        for index in range(self.info.num_shards):
+            sizes.append(read_record(shard_folder(folder, index) / _ORIGIN, Origin).num_sequences)
+        if min(sizes) < 0 or sum(sizes) != self.info.num_sequences:
+            raise UserError(
+                f"the dataset {folder} is damaged: its shards do not have the "
+                f"{self.info.num_sequences} sequences that {_INFO} tells; make it again"
+            )
+        self._ends = np.cumsum(sizes)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -228,13 +244,13 @@ def read_info(folder: Path) -> DatasetInfo:
     if not is_finished(folder):
         what = "is not finished: run the command that makes it again" if folder.is_dir() else "is not there"
         raise UserError(f"the dataset {folder} {what}")
-    raw = read_json(folder / _INFO)
-    if raw.pop("format", None) != FORMAT:
+    if read_record(folder / _INFO, dict[str, Any]).get("format") != FORMAT:
         raise UserError(f"the dataset {folder} has another format; prepare it again with this version")
-    try:
-        return DatasetInfo(**raw | {"sources": [Source(**source) for source in raw["sources"]]})
-    except (KeyError, TypeError) as error:
-        raise UserError(f"cannot read {folder / _INFO}: {error}") from error
+    info = read_record(folder / _INFO, DatasetInfo)
+    for name in ("seq_length", "vocab_size", "num_shards", "num_sequences"):
+        if not 1 <= getattr(info, name) < 2**40:
+            raise UserError(f"cannot read {folder / _INFO}: {name} is {shown(getattr(info, name))}")
+    return info
 
 
 def _load(path: Path) -> Any:

@@ -13,7 +13,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ from longspec.data.shards import (
 )
 from longspec.engine.engine import Engine
 from longspec.errors import UserError, check_same
-from longspec.models.files import read_json, write_whole
+from longspec.models.files import write_whole
+from longspec.records import as_record, parse_record, read_record
 
 _PROGRESS = "progress"
 # Rounds that a GPU runs before the host looks at the rows; a CPU would only wait for rows that have ended.
@@ -78,6 +79,23 @@ class SynthesisState:
 
 
 @dataclass(frozen=True)
+class ShardNote:
+    """What is noted of the state after a shard."""
+
+    next_sample: int
+    num_tokens: int
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class MadeBy:
+    """What a finished dataset says of how it was made."""
+
+    settings: dict[str, Any]
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True)
 class SynthesisSummary:
     """What a run made; speed and seconds are of this run, the rest of the dataset."""
 
@@ -105,9 +123,9 @@ def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """
     path = folder / _PROGRESS / "settings.json"
     if is_finished(folder):
-        known: dict[str, Any] | None = read_info(folder).made_by.get("settings")
+        known: dict[str, Any] | None = as_record(read_info(folder).made_by, MadeBy, folder).settings
     else:
-        known = read_json(path) if path.is_file() else None
+        known = read_record(path, dict[str, Any]) if path.is_file() else None
     if known is None and folder.exists() and any(found.name != _PROGRESS for found in folder.iterdir()):
         raise UserError(f"{folder} holds something else; give an --output that is new or empty")
     if known is None:
@@ -139,8 +157,8 @@ def make_dataset(
 def summary_of(folder: Path, tokens_written: int = 0, seconds: float = 0.0) -> SynthesisSummary:
     """What a finished dataset says of how it was made."""
     info = read_info(folder)
-    counts = dict(info.made_by["counts"])
-    kept, cut = counts.pop("kept"), counts.pop("loops cut", 0)
+    counts = dict(as_record(info.made_by, MadeBy, folder).counts)
+    kept, cut = counts.pop("kept", 0), counts.pop("loops cut", 0)
     return SynthesisSummary(
         folder=str(folder),
         num_tokens=info.num_tokens,
@@ -241,10 +259,10 @@ def _keep(seen: Seen, remembered: list[NDArray[np.uint64]], keys: NDArray[np.uin
 
 def _note(folder: Path, state: SynthesisState, remembered: list[NDArray[np.uint64]]) -> None:
     """Write the state after a shard, before the shard itself appears."""
-    facts = {"next_sample": state.next_sample, "num_tokens": state.num_tokens, "counts": dict(state.counts)}
+    facts = ShardNote(state.next_sample, state.num_tokens, dict(state.counts))
     keys = np.concatenate(remembered) if remembered else np.zeros(0, np.uint64)
     file = io.BytesIO()
-    np.savez(file, keys=keys, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8))
+    np.savez(file, keys=keys, facts=np.frombuffer(json.dumps(asdict(facts)).encode(), np.uint8))
     write_whole(_note_path(folder, state.num_shards), file.getvalue())
 
 
@@ -256,13 +274,13 @@ def _recall(folder: Path, state: SynthesisState) -> None:
         path = _note_path(folder, index)
         try:
             with np.load(path) as note:
-                facts = json.loads(note["facts"].tobytes())
+                facts = parse_record(note["facts"].tobytes(), ShardNote, path)
                 state.seen.remember(note["keys"].tolist())
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"cannot read {path}: {error}; remove {folder} and begin again") from error
         state.num_shards = index + 1
-        state.next_sample, state.num_tokens = facts["next_sample"], facts["num_tokens"]
-        state.counts = Counter(facts["counts"])
+        state.next_sample, state.num_tokens = facts.next_sample, facts.num_tokens
+        state.counts = Counter(facts.counts)
 
 
 def _note_path(folder: Path, index: int) -> Path:

@@ -20,11 +20,12 @@ from longspec.engine.make import make_engine
 from longspec.engine.memory import kv_bytes
 from longspec.errors import UserError
 from longspec.models.checkpoint import WeightFiles
-from longspec.models.files import eos_ids, read_config, read_json
+from longspec.models.files import eos_ids, read_config
 from longspec.models.load import load_target
 from longspec.models.placement import check_fits, free_memory, pick_device, pick_dtype
 from longspec.progress import byte_bar, token_bar
 from longspec.prompts import PromptEncoder
+from longspec.records import read_record
 
 # Rows at once: as many as fit into this share of the free memory, up to these.
 _MEMORY_SHARE = 0.7
@@ -135,7 +136,7 @@ def _pick_batch(config: ModelConfig, seq_length: int, device: torch.device, dtyp
 def _licence(folder: Path) -> str:
     """The licence that the model's files name."""
     if (folder / "longspec.json").is_file():
-        licence = read_json(folder / "longspec.json").get("license")
+        licence = read_record(folder / "longspec.json", dict[str, Any]).get("license")
         if licence:
             return str(licence)
     card = folder / "README.md"

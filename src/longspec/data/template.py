@@ -14,6 +14,7 @@ from typing import Any
 from longspec.data.align import BadRecord, Record, list_field, text_field
 from longspec.data.shards import Role
 from longspec.errors import UserError
+from longspec.templates import render_chat
 
 Piece = tuple[str | list[int], Role]
 """A text, or ready token ids, and what it is."""
@@ -43,12 +44,9 @@ class Chat:
     def render(self, messages: list[dict[str, str]], open_turn: bool = False) -> str:
         """The messages as text; with `open_turn` up to where the assistant would go on."""
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=open_turn
-            )
-        except Exception as error:  # templates raise what they like, as a way to refuse a conversation
-            raise BadRecord(f"the chat template refuses the messages: {error}") from error
-        return text
+            return render_chat(self._tokenizer, messages, open_turn)
+        except UserError as error:
+            raise BadRecord(str(error)) from error
 
     def open(self, prompt: str) -> str:
         """The prompt as a user's message, up to where the answer begins; as it is without a chat template."""

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,10 +21,12 @@ from longspec import __version__
 from longspec.decoding.methods import VANILLA, Method
 from longspec.engine.device import Device, Report
 from longspec.engine.interrupts import undisturbed
+from longspec.errors import UserError
 from longspec.hub import cache_dir
 from longspec.models.files import write_whole
 from longspec.models.placement import device_name
 from longspec.progress import count_bar
+from longspec.records import read_record
 
 Times = dict[str, dict[int, list[tuple[int, float]]]]
 """By a method's label and the number of rows: (context, seconds of a round)."""
@@ -200,6 +202,15 @@ class Calibration:
         """Whether it is trusted from now on."""
         return self.is_quiet or self.tries >= self.MOST_TRIES
 
+    def covers(self, methods: Iterable[Method], sizes: Mapping[int, Sequence[int]]) -> bool:
+        """Whether it has exactly these methods, numbers of rows and contexts."""
+        wanted = {rows: list(contexts) for rows, contexts in sizes.items()}
+        found = {
+            name: {rows: [context for context, _ in lines] for rows, lines in by.items()}
+            for name, by in self.times.items()
+        }
+        return found == {method.label: wanted for method in methods}
+
     def after(self, times: Times, is_quiet: bool) -> Calibration:
         """With new times: of two tries that were both disturbed, the shorter times."""
         if is_quiet:
@@ -242,17 +253,11 @@ def calibration_path(device: Device, methods: tuple[Method, ...]) -> Path:
 def read_calibration(path: Path) -> Calibration | None:
     """What the file holds; None where it is missing or damaged, so that the caller measures again."""
     try:
-        found = json.loads(path.read_text())
-        times = {
-            str(name): {
-                int(rows): [(int(context), float(seconds)) for context, seconds in lines]
-                for rows, lines in by.items()
-            }
-            for name, by in found["times"].items()
-        }
-        return Calibration(times, int(found["tries"]), bool(found["is_quiet"]))
-    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        found = read_record(path, Calibration)
+    except UserError:
         return None
+    sensible = (seconds > 0 for by in found.times.values() for lines in by.values() for _, seconds in lines)
+    return found if all(sensible) and found.tries >= 1 else None
 
 
 def write_calibration(path: Path, calibration: Calibration) -> OSError | None:
@@ -268,11 +273,13 @@ def write_calibration(path: Path, calibration: Calibration) -> OSError | None:
 def known_costs(device: Device, methods: tuple[Method, ...], width: int, progress: bool = False) -> Costs:
     """What these methods cost on this machine: read from disk, or measured now and kept."""
     path = calibration_path(device, methods)
-    known = read_calibration(path)
+    known, sizes = read_calibration(path), timed_sizes(device)
+    if known is not None and not known.covers((VANILLA, *methods), sizes):
+        known = None  # somebody changed the file
     if known is None or not known.is_settled:
         if progress:
             print("longspec: measuring this machine (once)", file=sys.stderr)
-        load, sizes = ProcessorLoad(), timed_sizes(device)
+        load = ProcessorLoad()
         with count_bar("measuring", (len(methods) + 1) * sum(map(len, sizes.values())), progress) as advance:
             times = measure(device, methods, width, advance)
         is_quiet = device.models.target.device.type != "cpu" or load.is_quiet()

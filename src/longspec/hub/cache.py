@@ -16,14 +16,25 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
+from longspec.records import read_record
 
 MANIFEST = "longspec.json"
 FORMAT = 1  # raise it when a converter changes what it writes: older folders are then built anew
 _TEMPORARY = ".building-"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What says that a folder is finished."""
+
+    format: int
+    files: dict[str, int]
+    """Sizes by name."""
 
 
 def cache_dir() -> Path:
@@ -41,10 +52,10 @@ def cache_dir() -> Path:
 def is_complete(folder: Path) -> bool:
     """Whether the folder was finished in today's format and every file still has its size."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
-        return bool(manifest["format"] == FORMAT and sizes == manifest["files"])
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        manifest = read_record(folder / MANIFEST, Manifest)
+        sizes = {name: (folder / name).stat().st_size for name in manifest.files}
+        return manifest.format == FORMAT and sizes == manifest.files
+    except (OSError, ValueError):  # not there, or damaged, or a name that cannot be one
         return False
 
 

@@ -1,12 +1,12 @@
 """Models from the Hugging Face hub, through its own cache."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
+from longspec.records import ShardIndex, read_record
 
 DRAFT_WEIGHTS = ("model.safetensors", "draft_model_weights.pth", "pytorch_model.bin")
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -120,10 +120,10 @@ def _has_weights(folder: Path) -> bool:
         if (folder / stem).is_file():
             return True
         try:
-            index = json.loads((folder / f"{stem}.index.json").read_text(encoding="utf-8"))
-            if all((folder / name).is_file() for name in set(index["weight_map"].values())):
+            index = read_record(folder / f"{stem}.index.json", ShardIndex)
+            if all((folder / name).is_file() for name in set(index.weight_map.values())):
                 return True
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        except (UserError, OSError):  # OSError: a name that cannot be one
             continue
     return False
 

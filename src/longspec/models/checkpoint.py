@@ -1,7 +1,6 @@
 """Reading weights from a folder in the Hugging Face layout, one tensor at a time."""
 
 import contextlib
-import json
 import math
 import pickle
 import warnings
@@ -9,12 +8,13 @@ import zipfile
 from collections import Counter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 
-from longspec.errors import UserError
+from longspec.errors import UserError, shown
 from longspec.models.placement import out_of_memory
+from longspec.records import ShardIndex, read_record
 
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _SAFETENSORS_TYPES = {
@@ -127,18 +127,14 @@ class WeightFiles:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    try:
-        weight_map: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        pairs = list(weight_map.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{index} is not a valid index of shards ({_first_line(error)})") from error
-    if not pairs:
+    weight_map = read_record(index, ShardIndex).weight_map
+    if not weight_map:
         raise UserError(f"{index} names no tensors")
-    for name, shard in pairs:
+    for name, shard in weight_map.items():
         # A plain file name: an index must not lead to files outside its folder.
-        if not isinstance(shard, str) or shard in ("", ".", "..") or "/" in shard or "\0" in shard:
-            raise UserError(f"{index} names {shard!r}, which is no file name, for {name!r}")
-    return dict(pairs)
+        if shard in ("", ".", "..") or "/" in shard or "\0" in shard or len(shard) > 255:
+            raise UserError(f"{index} names {shown(shard)}, which is no file name, for {shown(name)}")
+    return weight_map
 
 
 class _File(Protocol):

@@ -85,7 +85,8 @@ class GlideDraft(nn.Module):
             raise UserError(
                 f"draft_vocab {config.draft_vocab} exceeds the target's {target.vocab_size} tokens"
             )
-        ids = torch.arange(config.draft_vocab)
+        # Not on the meta device, where torch imports sympy for it, which takes a second.
+        ids = torch.arange(config.draft_vocab, device="cpu")
         self.register_buffer("vocab_ids", ids if config.draft_vocab else None)
 
     @classmethod

@@ -7,16 +7,19 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from longspec.config import DraftConfig
-from longspec.errors import UserError
+from longspec.errors import UserError, shown
 from longspec.models.draft import GlideDraft
-from longspec.models.files import read_json, write_whole
+from longspec.models.files import write_whole
 from longspec.models.target import Transformer
+from longspec.records import as_record, read_record
 
 ARCHITECTURE = "glide"
 # The published code lets a query see 512 positions back and its own, and drafts as deep as it is told to.
@@ -61,6 +64,18 @@ class Fingerprint:
 def _spread(weight: Tensor, count: int) -> Tensor:
     flat = weight.detach().flatten()
     return flat[torch.linspace(0, len(flat) - 1, count, device=flat.device, dtype=torch.float64).long()]
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+# Bounded, because each number becomes a loop of the round or a row of a table.
+_TREE = r"^[1-9][0-9]{0,3}(,[1-9][0-9]{0,3}){0,63}(/[1-9][0-9]{0,3})?$"
+
+
+class AcceptanceTable(TypedDict, total=False):
+    """Measured acceptance, from which `auto` plans; see `longspec.decoding.expected`."""
+
+    chain: Annotated[list[Share], Field(max_length=512)]
+    trees: dict[Annotated[str, Field(pattern=_TREE)], Annotated[list[Share], Field(max_length=512)]]
 
 
 @dataclass(frozen=True)
@@ -133,11 +148,23 @@ def save_draft(
     write_whole(folder / "config.json", json.dumps(config, indent=1).encode())
 
 
+@dataclass(frozen=True)
+class DraftRecord:
+    """What a draft's `config.json` holds."""
+
+    architecture: str
+    fingerprint: Fingerprint
+    draft: dict[str, Any]
+    """The fields of `DraftConfig`; a newer version may have more of them."""
+    target: str | None = None
+    acceptance: AcceptanceTable | None = None
+
+
 def load_draft(path: Path, target: Transformer, target_name: str) -> LoadedDraft:
     """Read a draft for this target from one of our folders, a published one, or a bare .pth file."""
-    raw = _own_config(path)
-    if raw:
-        _check_target(path, raw, target, target_name)
+    record = read_draft_record(path)
+    if record is not None:
+        _check_target(path, record, target, target_name)
     config = read_draft_config(path)
     tensors = _read_tensors(path)
     draft = _build(path, tensors, config, target)
@@ -148,34 +175,43 @@ def load_draft(path: Path, target: Transformer, target_name: str) -> LoadedDraft
                 stacklevel=2,
             )
             break
-    return LoadedDraft(draft, raw.get("target"), raw.get("acceptance") or {})
+    if record is None:
+        return LoadedDraft(draft, None, {})
+    return LoadedDraft(draft, record.target, dict(record.acceptance or {}))
 
 
 def read_draft_config(path: Path) -> DraftConfig:
     """The architecture of a draft, without its weights."""
-    raw = _own_config(path)
-    return _read_config(path, raw["draft"]) if raw else PUBLISHED
+    record = read_draft_record(path)
+    if record is None:
+        return PUBLISHED
+    names = {field.name for field in fields(DraftConfig)}
+    unknown = next((name for name in record.draft if name not in names), None)
+    if unknown is not None:
+        raise UserError(
+            f"the draft {path} needs {shown(unknown)}, which this version does not know; update longspec"
+        )
+    return as_record(record.draft, DraftConfig, f"cannot read {path / 'config.json'}: draft")
 
 
-def _own_config(path: Path) -> dict[str, Any]:
-    """What config.json says, where it is one of ours; else nothing."""
+def read_draft_record(path: Path) -> DraftRecord | None:
+    """What config.json says, where it is one of ours; else None."""
     file = path / "config.json"
-    raw = read_json(file) if path.is_dir() and file.is_file() else {}
-    return raw if raw.get("architecture") == ARCHITECTURE else {}
+    if not (path.is_dir() and file.is_file()):
+        return None
+    if read_record(file, dict[str, Any]).get("architecture") != ARCHITECTURE:
+        return None
+    return read_record(file, DraftRecord)
 
 
-def _check_target(path: Path, raw: dict[str, Any], target: Transformer, target_name: str) -> None:
-    try:
-        known = Fingerprint(**raw["fingerprint"])
-    except (KeyError, TypeError) as error:
-        raise UserError(f"the draft {path} has no usable fingerprint in its config.json") from error
-    here = Fingerprint.of(target)
-    trained_for = raw.get("target") or "another target"
+def _check_target(path: Path, record: DraftRecord, target: Transformer, target_name: str) -> None:
+    known, here = record.fingerprint, Fingerprint.of(target)
+    trained_for = shown(record.target or "another target", quoted=False)
     for name, value in here.shape.items():
         if known.shape.get(name) != value:
             raise UserError(
                 f"the draft {path} was trained for {trained_for}, not for {target_name}: "
-                f"{name} is {known.shape.get(name)} there and {value} here"
+                f"{name} is {shown(known.shape.get(name), quoted=False)} there and {value} here"
             )
     if not known.same_weights(here):
         warnings.warn(
@@ -183,16 +219,6 @@ def _check_target(path: Path, raw: dict[str, Any], target: Transformer, target_n
             "weights: answers stay right, but fewer tokens may be accepted",
             stacklevel=2,
         )
-
-
-def _read_config(path: Path, raw: Any) -> DraftConfig:
-    names = {field.name for field in fields(DraftConfig)}
-    unknown = next((name for name in raw if name not in names), None)
-    if unknown is not None:
-        raise UserError(
-            f"the draft {path} needs {unknown!r}, which this version does not know; update longspec"
-        )
-    return DraftConfig(**(raw | {"cross_layers": tuple(raw.get("cross_layers", (-1,)))}))
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -220,18 +246,23 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _build(path: Path, tensors: dict[str, Tensor], config: DraftConfig, target: Transformer) -> GlideDraft:
-    draft = GlideDraft(target.config, config)
+    with torch.device("meta"):  # a config that asks for more than its file has is refused before it costs
+        shapes = GlideDraft(target.config, config).state_dict()
     state = {}
     for ours, theirs in published_names(config):
         missing = next((name for name in theirs if name not in tensors), None)
         if missing is not None:
             raise UserError(f"the draft {path} has no weight {missing!r}")
-        state[ours] = torch.cat([tensors[name] for name in theirs])
-        expected = draft.state_dict()[ours].shape
+        try:
+            state[ours] = torch.cat([tensors[name] for name in theirs])
+        except RuntimeError as error:
+            raise UserError(f"the draft {path}: {', '.join(theirs)} do not fit together") from error
+        expected = shapes[ours].shape
         if state[ours].shape != expected:
             raise UserError(
                 f"the draft {path} does not fit the target: {theirs[0]!r} gives shape "
                 f"{tuple(state[ours].shape)} where {tuple(expected)} is needed"
             )
+    draft = GlideDraft(target.config, config)
     draft.load_state_dict(state)
     return draft.to(device=target.device, dtype=target.dtype)

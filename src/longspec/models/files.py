@@ -1,8 +1,7 @@
-"""The small JSON files beside a model's weights."""
+"""The small files beside a model's weights."""
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -10,19 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from longspec.config import ModelConfig
-from longspec.errors import UserError, naming, whole_number
+from longspec.errors import UserError, naming, shown, whole_number
 from longspec.models.families import config_from_hf
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"cannot read {path}: it does not hold a JSON object")
-    return values
+from longspec.records import read_record
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -35,8 +24,10 @@ def write_whole(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)  # a write that fails does not name its file
         raise
 
 
@@ -50,7 +41,7 @@ def read_config(folder: Path, values: Mapping[str, Any] | None = None) -> ModelC
     """The shape of the model in a Hugging Face folder; of `values` where they are known without one."""
     if values is None:
         folder /= "config.json"
-        values = read_json(folder)
+        values = read_record(folder, dict[str, Any])
     with naming(folder):
         return config_from_hf(values)
 
@@ -58,15 +49,18 @@ def read_config(folder: Path, values: Mapping[str, Any] | None = None) -> ModelC
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """The model's own settings for generation, nothing where it has none."""
     path = folder / "generation_config.json"
-    return read_json(path) if path.is_file() else {}
+    return read_record(path, dict[str, Any]) if path.is_file() else {}
 
 
 def eos_ids(folder: Path) -> frozenset[int]:
     """Every id that the model's files say ends an answer."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        ids = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        path = folder / name
+        ids = read_record(path, dict[str, Any]).get("eos_token_id") if path.is_file() else None
         for one in ids if isinstance(ids, list) else [] if ids is None else [ids]:
-            with naming(folder / name):
+            with naming(path):
                 found.add(whole_number("eos_token_id", one))
+                if not abs(one) < 2**31:
+                    raise UserError(f"eos_token_id is {shown(one)}, which is no token's")
     return frozenset(found)

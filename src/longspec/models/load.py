@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -43,6 +44,9 @@ def load_target(
         parameter = model.get_parameter(name)
         tensor = _join(name, sources, read, parameter.shape).to(device=device, dtype=dtype)
         _replace(model, name, nn.Parameter(tensor, requires_grad=False))
+        # The sum, because it is one pass without a copy, and not finite if a value is not.
+        if not math.isfinite(tensor.sum(dtype=torch.float32)):
+            raise UserError(f"weight {sources[0]!r} has values that are not finite; fetch the weights again")
         on_progress(tensor.numel() * tensor.element_size())
         block = _block_of(name)
         waiting[block] -= 1

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 
 from longspec.api import LongSpec
-from longspec.errors import UserError
+from longspec.errors import UserError, shown
 from longspec.server.app import make_app
 from longspec.server.host import Host
 from longspec.server.link import Link
@@ -29,7 +29,11 @@ _BACKLOG = 2048
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that is ours and does not listen yet: an address that is taken is told before a long load."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, ValueError, OverflowError) as error:
+        reason = shown(str(error), quoted=False)
+        raise UserError(f"cannot listen at {shown(host)} port {port}: {reason}") from error
     family, kind, protocol, _, address = found[0]
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -15,6 +15,7 @@ import random
 import re
 import shutil
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,33 @@ import numpy as np
 import torch
 
 from longspec.errors import UserError
-from longspec.models.files import read_json, write_whole
+from longspec.models.files import write_whole
+from longspec.records import read_record
 
 _STATE = "state.json"
 _STAGES = "stages.json"
 _NAME = re.compile(r"step-(\d{8})")
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """What `state.json` says."""
+
+    step: int
+    num_steps: int
+    tokens: int
+    world_size: int
+    files: dict[str, int]
+    """Sizes by name."""
+    acceptance: dict[str, Any] | None = None
+    """The fields of `evaluate.Acceptance`, where it was measured."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What `stages.json` says."""
+
+    stages: list[str]
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -54,10 +77,10 @@ def newest(run: Path) -> Path | None:
 def _problem(path: Path) -> str | None:
     """What is missing from a checkpoint; None where it is whole."""
     try:
-        files = json.loads((path / _STATE).read_text())["files"]
-    except (OSError, ValueError, KeyError):
-        return f"it has no readable {_STATE}"
-    for name, size in files.items():
+        state = read_state(path)
+    except UserError as error:
+        return str(error)
+    for name, size in state.files.items():
         file = path / name
         if not file.is_file() or file.stat().st_size != size:
             return f"{name} is missing or cut short"
@@ -84,8 +107,8 @@ def finish(run: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     return goal
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    return read_json(checkpoint / _STATE)
+def read_state(checkpoint: Path) -> CheckpointState:
+    return read_record(checkpoint / _STATE, CheckpointState)
 
 
 def sweep(run: Path) -> None:
@@ -123,7 +146,7 @@ def stage_runs(run: Path) -> list[Path]:
     """The runs of which a run consists: its stages so far, or itself."""
     if not (run / _STAGES).is_file():
         return [run]
-    folders = [run / name for name in read_json(run / _STAGES)["stages"]]
+    folders = [run / name for name in read_record(run / _STAGES, Stages).stages]
     return [folder for folder in folders if (folder / "checkpoints").is_dir()]
 
 
@@ -142,7 +165,7 @@ def progress_of(run: Path) -> tuple[int, int]:
     if checkpoint is None:
         return 0, 1
     state = read_state(checkpoint)
-    return int(state["step"]), int(state["num_steps"])
+    return state.step, state.num_steps
 
 
 def draft_of(path: str) -> str:

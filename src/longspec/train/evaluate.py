@@ -24,6 +24,7 @@ from longspec.engine.memory import kv_bytes
 from longspec.engine.sequence import Sequence
 from longspec.models.files import write_whole
 from longspec.models.target import Transformer
+from longspec.records import read_record
 from longspec.train.layout import head_rows, lay_out
 from longspec.train.losses import score
 from longspec.train.objective import Objective
@@ -97,7 +98,7 @@ def save_continuations(path: Path, texts: list[Continuation]) -> None:
 
 
 def load_continuations(path: Path) -> list[Continuation]:
-    return [Continuation(**text) for text in json.loads(path.read_text())]
+    return read_record(path, list[Continuation])
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@ import yaml
 from longspec import hub
 from longspec.data.shards import Source, merged, read_info
 from longspec.errors import UserError
-from longspec.models.draft_files import PUBLISHED_FILE
-from longspec.models.files import read_json, write_whole
+from longspec.models.draft_files import PUBLISHED_FILE, DraftRecord, read_draft_config, read_draft_record
+from longspec.models.files import write_whole
 from longspec.models.placement import DTYPES
 from longspec.train.checkpoints import newest_of, read_state, stage_runs
 from longspec.train.report import read_metrics
@@ -66,7 +66,10 @@ def export(run: Path, output: Path, dtype: str = "auto") -> Path:
         _copy_tokenizer(last["target"]["path"], building)
         training = yaml.safe_dump_all([asdict(stage) for stage in stages], sort_keys=False)
         write_whole(building / TRAINING, training.encode())
-        card = model_card(stages, read_json(checkpoint / "draft" / "config.json"))
+        record = read_draft_record(checkpoint / "draft")
+        if record is None:
+            raise UserError(f"{checkpoint / 'draft'} has no config.json of a draft")
+        card = model_card(stages, record)
         write_whole(building / "README.md", card.encode())
         if output.exists():
             output.rmdir()
@@ -128,11 +131,11 @@ def _stage(run: Path) -> Stage:
     losses = [line["loss"] for line in metrics if "loss" in line]
     taus = [line["eval_tau"] for line in metrics if "eval_tau" in line]
     # A draft that was continued kept its own shape, whatever the settings say of one.
-    shape = read_json(checkpoint / "draft" / "config.json")["draft"]
+    shape = asdict(read_draft_config(checkpoint / "draft"))
     return Stage(
         settings=_public_settings(config, shape),
-        step=state["step"],
-        tokens=state["tokens"],
+        step=state.step,
+        tokens=state.tokens,
         loss=losses[-1] if losses else None,
         tau=taus[-1] if taus else None,
         sources=sources,
@@ -155,9 +158,9 @@ def _copy_tokenizer(target: str, folder: Path) -> None:
             shutil.copy(source / name, folder)
 
 
-def model_card(stages: list[Stage], draft: dict[str, Any]) -> str:
+def model_card(stages: list[Stage], draft: DraftRecord) -> str:
     target = stages[-1].settings["target"]["path"]
-    chain = draft["acceptance"].get("chain", [])
+    chain = (draft.acceptance or {}).get("chain", [])
     lines = [
         f"# A GLIDE draft for {target}",
         "",
@@ -169,7 +172,7 @@ def model_card(stages: list[Stage], draft: dict[str, Any]) -> str:
         "",
         "## Shape",
         "",
-        *(f"- {name}: {value}" for name, value in draft["draft"].items()),
+        *(f"- {name}: {value}" for name, value in draft.draft.items()),
         "",
         "## Training",
         "",

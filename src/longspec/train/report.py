@@ -100,9 +100,11 @@ def read_metrics(path: Path) -> list[Values]:
     if not path.is_file():
         return []
     lines = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # only the last line can be incomplete
-            lines.append(json.loads(line))
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, RecursionError):  # only the last line can be incomplete
+            values = json.loads(line)  # not by `records`, because the loss of a failed run is NaN
+            if isinstance(values, dict) and isinstance(values.get("step"), int):
+                lines.append(values)
     return lines
 
 

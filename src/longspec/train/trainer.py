@@ -18,6 +18,7 @@ from longspec.errors import UserError, check_same
 from longspec.models.draft import GlideDraft
 from longspec.models.draft_files import Fingerprint, save_draft
 from longspec.models.files import write_whole
+from longspec.records import as_record
 from longspec.train import checkpoints, evaluate
 from longspec.train.build import Parts, build
 from longspec.train.compiled import compile_layers
@@ -177,16 +178,16 @@ class Trainer:
         if checkpoint is None:
             return 0
         state = checkpoints.read_state(checkpoint)
-        if state["world_size"] != self.processes.world_size:
+        if state.world_size != self.processes.world_size:
             raise UserError(
-                f"the checkpoint {checkpoint} was written by {state['world_size']} processes; resume with as "
+                f"the checkpoint {checkpoint} was written by {state.world_size} processes; resume with as "
                 f"many, not {self.processes.world_size}"
             )
         self.engine.load(checkpoint)
         checkpoints.load_random_states(checkpoint / f"random-{self.processes.rank}.pt")
-        if state.get("acceptance"):
-            self.acceptance = evaluate.Acceptance(**state["acceptance"])
-        return int(state["step"])
+        if state.acceptance:
+            self.acceptance = as_record(state.acceptance, evaluate.Acceptance, checkpoint)
+        return state.step
 
     def _load(self, step: int) -> list[list[Layout]]:
         """This process's micro-batches of a step, each laid out once for every lag."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from longspec.config import ROPE_KINDS, ModelConfig, RopeConfig
-from longspec.errors import UserError
+from longspec.errors import UserError, flag, number, shown
+
+# No model has more of anything than an int32 counts, nor more layers than this.
+_MOST, _MOST_LAYERS = 2**31 - 1, 4096
 
 
 class Family:
@@ -46,14 +48,14 @@ class Family:
             vocab_size=read_count(raw, "vocab_size"),
             hidden_size=hidden,
             intermediate_size=read_count(raw, "intermediate_size"),
-            num_layers=read_count(raw, "num_hidden_layers"),
+            num_layers=read_count(raw, "num_hidden_layers", most=_MOST_LAYERS),
             num_heads=heads,
             num_kv_heads=read_count(raw, "num_key_value_heads", heads),
             head_dim=read_count(raw, "head_dim", self.default_head_dim(hidden, heads)),
             max_length=_context_limit(rope, positions),
             rms_eps=_read_real(raw, "rms_norm_eps", 1e-6),
             rope=rope,
-            tied_head=bool(raw.get("tie_word_embeddings", False)),
+            tied_head=read_flag(raw, "tie_word_embeddings", False),
             **self.flags(raw),
         )
 
@@ -125,7 +127,7 @@ def _read_rope(raw: Mapping[str, Any], positions: int) -> RopeConfig:
         kind=kind,
         factor=_read_real(values, "factor"),
         original_length=read_count(values, original, read_count(raw, original, positions)),
-        truncate=bool(values.get("truncate", True)),
+        truncate=read_flag(values, "truncate", True),
         **known,
     )
     if kind == "yarn" and theta == 1:
@@ -140,27 +142,37 @@ def _read_rope(raw: Mapping[str, Any], positions: int) -> RopeConfig:
 
 def _context_limit(rope: RopeConfig, positions: int) -> int:
     """The context, where some configs give what was before stretching and others what comes out of it."""
-    stretched = int(rope.factor * rope.original_length) if rope.kind in ("linear", "yarn") else 0
-    return max(positions, stretched)
+    stretched = rope.factor * rope.original_length if rope.kind in ("linear", "yarn") else 0
+    if stretched > _MOST:
+        raise UserError(f"the model config has a rope factor of {rope.factor:g}; no context is so long")
+    return max(positions, int(stretched))
 
 
 def _read_section(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     """An object within the config; empty where there is none."""
     value = raw.get(name)
     if value is not None and not isinstance(value, Mapping):
-        raise UserError(f"the model config has {name} = {value!r}; an object is needed")
+        raise UserError(f"the model config has {name} = {shown(value)}; an object is needed")
     return dict(value or {})
 
 
-def read_count(raw: Mapping[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
+def read_count(
+    raw: Mapping[str, Any], name: str, default: int | None = None, least: int = 1, most: int = _MOST
+) -> int:
     value = default if raw.get(name) is None else raw[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(f"the model config has {name} = {value!r}; a whole number from {least} up is needed")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise UserError(
+            f"the model config has {name} = {shown(value)}; a whole number from {least} to {most} is needed"
+        )
     return value
 
 
+def read_flag(raw: Mapping[str, Any], name: str, default: bool) -> bool:
+    return default if raw.get(name) is None else flag(f"the model config's {name}", raw[name])
+
+
 def _read_real(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    value = default if raw.get(name) is None else raw[name]
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise UserError(f"the model config has {name} = {value!r}; a number above 0 is needed")
-    return float(value)
+    value = number(f"the model config's {name}", default if raw.get(name) is None else raw[name])
+    if value <= 0:
+        raise UserError(f"the model config has {name} = {value}; a number above 0 is needed")
+    return value

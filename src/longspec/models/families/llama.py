@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from longspec.models.families.base import Family
+from longspec.models.families.base import Family, read_flag
 
 
 class Llama(Family):
@@ -14,5 +14,5 @@ class Llama(Family):
     name = "llama"
 
     def flags(self, raw: Mapping[str, Any]) -> dict[str, bool]:
-        bias = bool(raw.get("attention_bias", False))
+        bias = read_flag(raw, "attention_bias", False)
         return {"qkv_bias": bias, "output_bias": bias}

@@ -1,0 +1,102 @@
+"""Chat templates, rendered in a process of their own: see `longspec.template_process`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from longspec.errors import UserError, shown
+
+_LENGTH = struct.Struct(">Q")  # as in `template_process`
+
+
+def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], open_turn: bool) -> str:
+    """The messages in the tokenizer's chat template; with `open_turn` up to where the assistant goes on."""
+    try:
+        template = tokenizer.get_chat_template()
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    except Exception as error:  # what a tokenizer file holds instead of a template
+        raise UserError(
+            f"the target has no usable chat template: {shown(str(error), quoted=False)}"
+        ) from error
+    if not isinstance(template, str):
+        raise UserError(f"the target's chat template is {shown(template)}; a text is needed")
+    values = {"messages": list(messages), "tools": None, "documents": None}
+    return _process(os.getpid()).render(template, special | values | {"add_generation_prompt": open_turn})
+
+
+def start_early() -> None:
+    """Start the process now, so that the first prompt does not wait for it."""
+    _process(os.getpid())
+
+
+@functools.cache
+def _process(owner: int) -> _TemplateProcess:
+    """One for each of our processes, because a forked one must not talk into its parent's."""
+    return _TemplateProcess()
+
+
+class _TemplateProcess:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child = self._start()
+
+    @staticmethod
+    def _start() -> subprocess.Popen[bytes]:
+        # -P, because the script's folder has modules of ours with everyday names.
+        command = [sys.executable, "-P", str(Path(__file__).with_name("template_process.py"))]
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        # A session of its own: Ctrl-C is for this program.
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, start_new_session=True)
+
+    def render(self, template: str, values: dict[str, Any]) -> str:
+        data = json.dumps({"template": template, "values": values}).encode()
+        with self._lock:
+            if self._child.poll() is not None:  # ended from outside
+                self._child = self._start()
+            try:
+                answer = self._ask(data)
+            except BaseException as error:
+                # Also of Ctrl-C: what comes back later must not answer the next question.
+                self._child.kill()
+                code = self._child.wait()
+                self._child = self._start()
+                if not isinstance(error, OSError | EOFError):
+                    raise
+                raise UserError(f"the chat template cannot be rendered: {_reason(code)}") from None
+        if "error" in answer:
+            raise UserError(f"the chat template refused the messages: {shown(answer['error'], quoted=False)}")
+        return answer["text"]
+
+    def _ask(self, data: bytes) -> dict[str, str]:
+        to, back = self._child.stdin, self._child.stdout
+        assert to is not None
+        assert back is not None
+        with contextlib.suppress(BrokenPipeError):  # its end says more
+            to.write(_LENGTH.pack(len(data)) + data)
+            to.flush()
+        answer: dict[str, str] = json.loads(_exactly(back, *_LENGTH.unpack(_exactly(back, _LENGTH.size))))
+        return answer
+
+
+def _exactly(stream: IO[bytes], count: int) -> bytes:
+    data = stream.read(count)
+    if len(data) < count:
+        raise EOFError
+    return data
+
+
+def _reason(code: int) -> str:
+    if code in (-signal.SIGPROF, -signal.SIGALRM):
+        return "it computes for too long"
+    return f"it ended the process that renders it (exit code {code})"

@@ -1,0 +1,72 @@
+"""What surrounds a command: a full disk, a strict locale, weights that are no numbers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from longspec import LongSpec
+from longspec.errors import UserError
+from longspec.models.files import write_whole
+
+LONGSPEC = [sys.executable, "-m", "longspec"]
+
+
+def test_a_full_disk_behind_standard_output_is_named() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*LONGSPEC, "models"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "No space left on device: 'standard output'" in done.stderr
+
+
+def test_a_full_disk_names_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/made\.json'"):
+        write_whole(tmp_path / "made.json", b"{}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_chat_in_a_locale_that_decodes_strictly(tiny_folder: Path) -> None:
+    """Latin-1's é is no UTF-8."""
+    flags = [
+        "chat",
+        "--target",
+        str(tiny_folder),
+        "--device",
+        "cpu",
+        "--no-calibrate",
+        "--max-new-tokens",
+        "2",
+    ]
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(
+        [*LONGSPEC, *flags], input=b"caf\xe9\n/exit\n", capture_output=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_weights_that_are_not_finite_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"'model\.norm\.weight' has values that are not finite"):
+        LongSpec.from_pretrained(str(tmp_path), device="cpu", calibrate=False)
+
+
+def test_raw_must_be_true_or_false(tiny: LongSpec) -> None:
+    with pytest.raises(UserError, match="raw is 'no'; True or False is needed"):
+        tiny.generate("x", raw="no")  # type: ignore[call-overload]
+    with pytest.raises(UserError, match=r"temperature is 1000.*; a finite number is needed"):
+        tiny.generate("x", temperature=10**400)

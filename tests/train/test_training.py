@@ -88,7 +88,7 @@ def kill_all(pid: int) -> None:
             one.kill()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(home: Path, unbroken: Path, processes: int) -> None:
     name = f"killed-{processes}"
     wanted = settings(home, name, accumulation=4 // processes)
@@ -121,6 +121,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(home: Path, unbroken: P
     assert [line["step"] for line in lines if "eval_tau" in line] == [0, 4, 8]
 
 
+@pytest.mark.full
 def test_several_lags_of_each_sequence(home: Path, unbroken: Path) -> None:
     run(settings(home, "lags", "stage.lags=3"))
     run(settings(home, "lags-2", "stage.lags=3", accumulation=2), 2)
@@ -193,6 +194,7 @@ def test_it_learns_and_what_it_measures_is_what_decoding_does(
     assert load_draft(tmp_path / "draft", target, "tiny").acceptance["chain"] == measured["eval_acceptance"]
 
 
+@pytest.mark.full
 def test_three_stages_follow_each_other_by_one_command(home: Path, tmp_path: Path) -> None:
     make_dataset(tmp_path / "long", length=64, seed=1)
     stages = {
@@ -231,6 +233,7 @@ def test_three_stages_follow_each_other_by_one_command(home: Path, tmp_path: Pat
     assert told == [*stages, "cot"]
 
 
+@pytest.mark.full
 def test_a_run_whose_time_is_up_goes_on_as_if_nothing_had_been(home: Path, unbroken: Path) -> None:
     assert "stopped at step 1 of 8" in run(settings(home, "pieces", "saving.max_seconds=0.001"))
     run(settings(home, "pieces", "resume=latest"))

@@ -239,8 +239,8 @@ class Engine:
 
     def main_method(self, sequence: Sequence) -> Method:
         """What most of a sequence's rounds ran, or would have run."""
-        if sequence.methods:
-            method = max(sequence.methods, key=lambda one: sequence.methods[one])
+        if sequence.runs:
+            ((method, _),) = sequence.methods.most_common(1)
         else:
             method = sequence.method if isinstance(sequence.method, Method) else VANILLA
         return self.loop.fit(method, sequence.draws)

@@ -228,12 +228,9 @@ class Loop:
         guided = [seat for seat in guided if not seat.sequence.finished]
         if not guided:
             return True
-        active = [False] * self.scheduler.num_rows
-        for seat in guided:
-            active[seat.slot] = True
         sampled = any(seat.is_sampled for seat in guided)
         num_top = max(seat.sequence.num_logprobs or 0 for seat in guided)
-        report, scores = self.device.guided_round(active, sampled, masks, num_top)
+        report, scores = self.device.guided_round(self._active(guided), sampled, masks, num_top)
         seats: list[tuple[int, Seat, bool | None]] = [(seat.slot, seat, None) for seat in guided]
         self._flight.append(_Launch([report], seats, VANILLA, 1, scores=scores))
         for seat in guided:
@@ -275,10 +272,7 @@ class Loop:
             return True  # some were read or paused to make room: the next turn sees who is left
         if self.models.fused and method.uses_draft:
             self._read_into_rings(seats, method.width)
-        num_rows = self.scheduler.num_rows
-        active = [False] * num_rows
-        for seat in seats:
-            active[seat.slot] = True
+        num_rows, active = self.scheduler.num_rows, self._active(seats)
         sampled = any(seat.is_sampled for seat in self.scheduler.running)
         reports = [self.device.round(method, num_rows, active, sampled) for _ in range(num_rounds)]
         found = [(s.slot, s, None if matches is None else matches[i]) for i, s in enumerate(seats)]
@@ -289,6 +283,13 @@ class Loop:
             unread = seat.num_unread
             seat.num_unread = width if method.uses_draft else None if unread is None else unread + width
         return True
+
+    def _active(self, seats: list[Seat]) -> list[bool]:
+        """For each row of a round, whether it belongs to one of these."""
+        active = [False] * self.scheduler.num_rows
+        for seat in seats:
+            active[seat.slot] = True
+        return active
 
     def _ends_soon(self, seat: Seat) -> bool:
         """Whether the rounds on their way are enough, because each emits a token at least."""

@@ -320,14 +320,13 @@ def attend(
     k, v = (part if part.ndim == 4 else part[None] for part in (k, v))
     K, capacity = k.shape[0] * k.shape[1], tables.shape[1] * page
     num_rows = T * H // K
-    chosen = tiling or choose_tiling(num_rows, D, q.dtype, q.device)
-    num_tiles = triton.cdiv(num_rows, chosen.num_rows)
+    tiling = tiling or choose_tiling(num_rows, D, q.dtype, q.device)
+    num_tiles = triton.cdiv(num_rows, tiling.num_rows)
     last = _UNBOUNDED if window is None else window
     assert last > 0, "a window has one entry at least"
     if num_splits is None:
         num_programs, longest = num_tiles * B * K, min(capacity, last)
-        num_splits, chosen = _choose_parts(num_programs, longest, chosen, D, q.dtype, q.device)
-    tiling = chosen
+        num_splits, tiling = _choose_parts(num_programs, longest, tiling, D, q.dtype, q.device)
     assert page % tiling.num_keys == 0, f"a page of {page} entries is no whole number of {tiling}'s tiles"
     # A query alone sees all up to its own entry, which may as well count as prefix.
     own = nodes and T == 1

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from longspec.config import ROPE_KINDS, ModelConfig, RopeConfig
 from longspec.errors import UserError, flag, number, shown
 
-# No model has more of anything than an int32 counts, nor more layers than this.
+# The largest size and the most layers that a config may name: larger numbers are mistakes or attacks.
 _MOST, _MOST_LAYERS = 2**31 - 1, 4096
 
 

@@ -40,7 +40,7 @@ class Shape:
 
 def time_of(work: Callable[[], object], num_replays: int = 30) -> float:
     """Milliseconds of `work` on the device: the median over replays of a CUDA graph of it."""
-    graph = capture(work, torch.device("cuda"))
+    (graph,) = capture([work], torch.device("cuda"))
     times = []
     for _ in range(num_replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-# Of one rendering: seconds of processor time and of waiting, bytes of memory, characters of output.
+# Of one question: seconds of processor time and of waiting, bytes of memory, characters of output.
 SECONDS, WAITING, MEMORY, OUTPUT = 2.0, 8.0, 2**30, 2**24
 # Each message is this length, then so many bytes of JSON.
 LENGTH = struct.Struct(">Q")
@@ -76,17 +76,18 @@ def _compiled(template: str) -> Template:
     return environment.from_string(template)
 
 
-def _answer(data: bytes) -> dict[str, str]:
+def _answer(data: bytes) -> dict[str, Any]:
     try:
         request = json.loads(data)
-        text = _compiled(request["template"]).render(request["values"])
+        template, values = _compiled(request["template"]), request["values"]
+        texts = [template.render(values | {"messages": one}) for one in request["conversations"]]
     except MemoryError:
         return {"error": f"it needs more than {MEMORY // 2**20} MiB of memory"}
     except Exception as error:  # templates raise what they like, as a way to refuse a conversation
         return {"error": str(error)[:300] or type(error).__name__}
-    if len(text) > OUTPUT:
+    if max(map(len, texts)) > OUTPUT:
         return {"error": f"it writes more than {OUTPUT:,} characters"}
-    return {"text": text}
+    return {"texts": texts}
 
 
 def serve() -> None:

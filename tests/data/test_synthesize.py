@@ -222,13 +222,13 @@ def test_an_answer_is_cut_where_it_begins_to_loop(smollm2: LongSpec) -> None:
     for loop, kept in cases:
         (sample,) = script.samples(0, 1)
         assert 0 <= script.sequence(sample).seed < 2**63
-        script.take(sample, [*smollm2.tokenizer("What is it?")["input_ids"], 2], True)
+        script.take([(sample, [*smollm2.tokenizer("What is it?")["input_ids"], 2], True)])
         prompt = len(sample.tokens)
         assert smollm2.tokenizer.decode(sample.tokens).endswith(
             "What is it?<|im_end|>\n<|im_start|>assistant\n"
         )
         assert script.sequence(sample).prompt == sample.tokens
-        script.take(sample, [*prose, *loop, 2], True)
+        script.take([(sample, [*prose, *loop, 2], True)])
         assert sample.finished
         assert sample.was_cut == bool(loop)
         assert (len(sample.tokens) - prompt, sample.roles[prompt:]) == (kept, [Role.TEXT] * kept)

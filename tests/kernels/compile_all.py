@@ -230,7 +230,7 @@ def check_ahead(work: Callable[[], object], held: list[Tensor], names: Called) -
     What it does then needs no other kernel."""
     num_launched, num_asked = len(names[False]), len(names[True])
     before = [tensor.clone() for tensor in held]
-    launch.compile_for(work)
+    launch.compile_for([work])
     assert len(names[False]) == num_launched
     assert len(names[True]) > num_asked
     assert all(torch.equal(one, other) for one, other in zip(before, held, strict=True))

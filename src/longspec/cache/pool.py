@@ -6,6 +6,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -26,6 +27,10 @@ class PagePool:
         self._free = np.ones(num_pages + 1, dtype=bool)
         self._free[DUMP] = False
         self._num_free = num_pages
+        # Runs of pages (-length, start, end) that were free when they were looked for, as a heap, and how
+        # many pages were freed since.
+        self._runs: list[tuple[int, int, int]] = []
+        self._num_freed = 0
         self._holders: Counter[int] = Counter()
         self._hashes: dict[int, bytes] = {}
         self._pages: dict[bytes, int] = {}
@@ -70,11 +75,22 @@ class PagePool:
     def _room(self) -> int:
         """Where a new run of pages begins: the middle of the longest free one, so that whoever holds the
         pages before it can grow as well."""
+        while True:
+            if not self._runs or 8 * self._num_freed > self.num_pages:
+                self._find_runs()
+            _, start, end = heappop(self._runs)
+            first = start if start == DUMP + 1 else (start + end) // 2
+            for part in ((start, first), (first + 1, end)):
+                if part[0] < part[1]:
+                    heappush(self._runs, (part[0] - part[1], *part))
+            if self._free[first]:  # it may have been taken since the run was found
+                return first
+
+    def _find_runs(self) -> None:
         edges = np.flatnonzero(np.diff(np.concatenate(([0], self._free.view(np.int8), [0]))))
-        starts, ends = edges[::2], edges[1::2]
-        longest = int(np.argmax(ends - starts))
-        start, end = int(starts[longest]), int(ends[longest])
-        return start if start == DUMP + 1 else (start + end) // 2
+        self._runs = [(start - end, start, end) for start, end in edges.reshape(-1, 2).tolist()]
+        heapify(self._runs)
+        self._num_freed = 0
 
     def hashes(self, tokens: Sequence[int]) -> list[bytes]:
         """One for each full page of a text: of all its tokens up to the page's end."""
@@ -132,8 +148,7 @@ class PagePool:
             if page in self._hashes:
                 self._unheld[page] = None
             else:
-                self._free[page] = True
-                self._num_free += 1
+                self._set_free(page)
 
     def forget_all(self) -> None:
         """Forget all texts; what is held stays with its holders."""
@@ -145,5 +160,9 @@ class PagePool:
     def _forget(self, page: int) -> None:
         del self._unheld[page]
         del self._pages[self._hashes.pop(page)]
+        self._set_free(page)
+
+    def _set_free(self, page: int) -> None:
         self._free[page] = True
         self._num_free += 1
+        self._num_freed += 1

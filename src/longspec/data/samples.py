@@ -8,7 +8,9 @@ documents   it continues pieces of given documents, without the chat template
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,7 @@ from longspec.decoding.sampling import Sampling
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 from longspec.prompts import PromptEncoder
-from longspec.templates import render_chat
+from longspec.templates import render_chat, render_chats
 
 MODES = ("documents", "prompts", "questions")
 """In the order in which they are written: long prompts first, so that prompts of like length run together."""
@@ -37,6 +39,8 @@ _LEAST_ROOM = 32
 _LEAST_COMPARED = 32
 _QUESTION, _ANSWER = 0, 1
 _MARK = "7f3a9c51"
+# Samples that are rendered and tokenised together.
+AT_ONCE = 64
 # Seeds are below this.
 _SEEDS = 2**63
 # Characters per token: likely in prose, and the most that is expected.
@@ -75,6 +79,8 @@ class Sample:
         self.roles += [int(role)] * len(tokens)
 
 
+# One object for each temperature: checking them anew takes longer than the rest of a sequence.
+_sampling = cache(Sampling)
 FILES = {"prompts": read_prompt, "documents": read_document}
 
 
@@ -202,10 +208,10 @@ class Script:
             elif sample.mode == "prompts":
                 assert self._prompts is not None
                 sample.messages, sample.turns = read_prompt(self._prompts[rank % len(self._prompts)])
-                self._give_messages(sample)
             elif self._topics:
                 sample.topic = self._topics[int(topics[at] * len(self._topics))]
             found.append(sample)
+        self._give_messages([sample for sample in found if sample.mode == "prompts"])
         return found
 
     def sequence(self, sample: Sample) -> Sequence:
@@ -218,18 +224,22 @@ class Script:
             prompt, room, temperature = sample.tokens, options.max_new_tokens, sample.temperature
         limit = min(room, options.seq_length - len(prompt))
         seed = (sample.noise ^ sample.num_sequences) % _SEEDS
-        return Sequence(list(prompt), limit, Sampling(temperature), seed, self._eos_ids, VANILLA)
+        return Sequence(list(prompt), limit, _sampling(temperature), seed, self._eos_ids, VANILLA)
 
-    def take(self, sample: Sample, tokens: list[int], ended: bool) -> None:
-        """Add to a sample what the target wrote; where it `ended` the text, the last token says so."""
-        sample.num_sequences += 1
-        text = tokens[:-1] if ended else tokens
-        if sample.mode == "questions" and not sample.messages:
-            self._take_question(sample, text, ended)
-        else:
-            self._take_answer(sample, text, tokens[-1] if ended else None)
+    def take(self, written: Iterable[tuple[Sample, list[int], bool]]) -> None:
+        """Add to samples what the target wrote; where it ended the text, the last token says so."""
+        asked = []
+        for sample, tokens, ended in written:
+            sample.num_sequences += 1
+            text = tokens[:-1] if ended else tokens
+            if sample.mode != "questions" or sample.messages:
+                self._take_answer(sample, text, tokens[-1] if ended else None)
+            elif self._take_question(sample, text, ended):
+                asked.append(sample)
+        self._give_messages(asked)
 
-    def _take_question(self, sample: Sample, tokens: list[int], ended: bool) -> None:
+    def _take_question(self, sample: Sample, tokens: list[int], ended: bool) -> bool:
+        """Make the text a sample's first message; whether it is worth an answer."""
         text = sample.topic + self._tokenizer.decode(tokens, skip_special_tokens=True)
         stop = self._after.strip()
         if self.turn_end is None and stop:
@@ -243,25 +253,26 @@ class Script:
             sample.dropped = "loop"
         else:
             sample.messages = [{"role": "user", "content": text.strip()}]
-            self._give_messages(sample)
             sample.question = signature(found, _QUESTION)
+        return sample.dropped is None
 
     def _take_answer(self, sample: Sample, tokens: list[int], end: int | None) -> None:
         if not tokens or (len(tokens) < 8 and not self._tokenizer.decode(tokens).strip()):
             sample.dropped = "empty"
             return
-        start = loop_start(np.array(tokens))
+        numbers = np.array(tokens)
+        start = loop_start(numbers)
         if start is not None:
             sample.was_cut = True
-            tokens, end = tokens[:start], None
+            tokens, numbers, end = tokens[:start], numbers[:start], None
         if start is not None and start < _LEAST_ROOM:
             sample.dropped = "loop"
-        elif is_repetitive(np.array(tokens)):
+        elif is_repetitive(numbers):
             sample.dropped = "repetitive"
         else:
             sample.add(tokens if end is None else [*tokens, end], Role.TEXT)
             if len(tokens) >= _LEAST_COMPARED:
-                sample.answers.append(signature(np.array(tokens), _ANSWER))
+                sample.answers.append(signature(numbers, _ANSWER))
             self._go_on(sample, tokens, end)
 
     def _go_on(self, sample: Sample, answer: list[int], end: int | None) -> None:
@@ -283,11 +294,17 @@ class Script:
             sample.add(new, Role.PROMPT)
             sample.finished = False
 
-    def _give_messages(self, sample: Sample) -> None:
-        sample.rendered = self._render(sample.messages)
-        sample.add(self._encode(sample.rendered), Role.PROMPT)
-        if self._options.seq_length - len(sample.tokens) < _LEAST_ROOM:
-            sample.dropped = "too long"
+    def _give_messages(self, samples: list[Sample]) -> None:
+        """Let samples begin with their messages; a few dozen at a time, because each has its overhead."""
+        for first in range(0, len(samples), AT_ONCE):
+            few = samples[first : first + AT_ONCE]
+            texts = render_chats(self._tokenizer, [sample.messages for sample in few], open_turn=True)
+            encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+            for sample, text, tokens in zip(few, texts, encoded, strict=True):
+                sample.rendered = text
+                sample.add(tokens, Role.PROMPT)
+                if self._options.seq_length - len(sample.tokens) < _LEAST_ROOM:
+                    sample.dropped = "too long"
 
     def _give_document(self, sample: Sample, rank: int, offset: float) -> None:
         """Give a piece of a document that begins at a random place."""

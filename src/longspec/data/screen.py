@@ -22,14 +22,16 @@ _SHINGLE = 3
 _BANDS = 8
 _MINIMA = 64
 _REMEMBERED = 2**18
+# Odd, so that no product of it loses a bit.
+_BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 def loop_start(tokens: NDArray[np.int64]) -> int | None:
     """Where a text begins to repeat what stands right before it, up to its end; None where it does not."""
     size = len(tokens)
-    for period in range(1, min(_LONGEST_PERIOD, size // 3) + 1):
-        if tokens[-1] != tokens[-1 - period]:
-            continue
+    most = min(_LONGEST_PERIOD, size // 3)
+    periods: list[int] = (np.flatnonzero(tokens[::-1][1 : most + 1] == tokens[-1:]) + 1).tolist()
+    for period in periods:
         differs = np.flatnonzero(tokens[period:] != tokens[:-period])
         start = period + (int(differs[-1]) + 1 if len(differs) else 0)
         if size - start >= max(2 * period, _LEAST_REPEATED):
@@ -49,11 +51,9 @@ def is_repetitive(tokens: NDArray[np.int64]) -> bool:
 def signature(tokens: NDArray[np.int64], kind: int) -> NDArray[np.uint64]:
     """Keys [8] of a text, of which near-duplicates of one kind share at least one."""
     shingles = _hashed_runs(tokens, min(_SHINGLE, len(tokens)))
-    minima = ((shingles[:, None] * _factors()) >> np.uint64(16)).min(0).reshape(_BANDS, -1)
-    keys = np.arange(_BANDS, dtype=np.uint64) + np.uint64(_BANDS * kind)
-    for column in minima.T:
-        keys = _mixed(keys ^ column)
-    return keys
+    minima = ((shingles * _factors()[:, None]) >> np.uint64(16)).min(1)
+    bands = (minima * _factors()).reshape(_BANDS, -1).sum(1)
+    return _mixed(bands + np.arange(_BANDS, dtype=np.uint64) + np.uint64(_BANDS * kind))
 
 
 class Seen:
@@ -84,10 +84,11 @@ def _factors() -> NDArray[np.uint64]:
 
 def _hashed_runs(tokens: NDArray[np.int64], length: int) -> NDArray[np.uint64]:
     """A hash of each run of `length` tokens."""
+    numbers = tokens.astype(np.uint64) + np.uint64(1)
     hashed = np.zeros(len(tokens) - length + 1, np.uint64)
     for place in range(length):
-        hashed = _mixed(hashed + tokens[place : place + len(hashed)].astype(np.uint64) + np.uint64(1))
-    return hashed
+        hashed = hashed * _BASE + numbers[place : place + len(hashed)]
+    return _mixed(hashed)
 
 
 def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -12,17 +12,18 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longspec.data.pack import Document, pack_whole
-from longspec.data.samples import MODES, Sample, Script
+from longspec.data.samples import AT_ONCE, MODES, Sample, Script
 from longspec.data.screen import Seen
 from longspec.data.shards import (
     Source,
@@ -33,10 +34,12 @@ from longspec.data.shards import (
     write_shard,
 )
 from longspec.engine.engine import Engine
+from longspec.engine.sequence import Sequence
 from longspec.errors import UserError, check_same
 from longspec.models.files import write_whole
 from longspec.records import as_record, parse_record, read_record
 
+T = TypeVar("T")
 _PROGRESS = "progress"
 # Rounds that a GPU runs before the host looks at the rows; a CPU would only wait for rows that have ended.
 _AHEAD = 8
@@ -235,20 +238,37 @@ def _write(
 ) -> None:
     """Let the target write the samples in waves: questions and first turns, then what follows them."""
     total = state.num_tokens
+
+    def take(sequences: list[Sequence]) -> None:
+        nonlocal total
+        written = [(asked[one], one.tokens, one.finish_reason == "eos") for one in sequences]
+        script.take(written)
+        total += sum(len(sample.tokens) for sample, _, _ in written if sample.finished)
+        clock.tick(sum(len(tokens) for _, tokens, _ in written), total)
+
     pending = [sample for sample in samples if sample.dropped is None]
     while pending:
         order = sorted(pending, key=lambda sample: (MODES.index(sample.mode), sample.index))
         asked = {script.sequence(sample): sample for sample in order}
-        for sequence in engine.run_each(asked, _AHEAD if engine.models.fused else 1):
-            sample = asked[sequence]
-            script.take(sample, sequence.tokens, sequence.finish_reason == "eos")
-            total += len(sample.tokens) if sample.finished else 0
-            clock.tick(len(sequence.tokens), total)
+        ahead, at_once = (_AHEAD, AT_ONCE) if engine.models.fused else (1, 1)
+        written = engine.run_each(asked, ahead)
+        # In a thread, because tokenizer and template work elsewhere while the engine goes on.
+        with ThreadPoolExecutor(1) as taker:
+            taken = [taker.submit(take, few) for few in _in_lists(written, at_once)]
+        for one in taken:
+            one.result()
         for sample in pending:
             if sample.question is not None and not _keep(state.seen, remembered, sample.question):
                 sample.dropped = "near-duplicate"
             sample.question = None
         pending = [sample for sample in pending if sample.dropped is None and not sample.finished]
+
+
+def _in_lists(values: Iterable[T], size: int) -> Iterator[list[T]]:
+    """The values in order, so many at a time."""
+    left = iter(values)
+    while few := list(islice(left, size)):
+        yield few
 
 
 def _keep(seen: Seen, remembered: list[NDArray[np.uint64]], keys: NDArray[np.uint64]) -> bool:

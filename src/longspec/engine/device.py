@@ -26,6 +26,8 @@ from longspec.decoding.slots import MOST_EOS, Slots
 from longspec.engine.fill import SEGMENT, Segments, read_into_rings, take_chunk, take_segments
 from longspec.engine.graph import capture
 
+Work = tuple[tuple[Any, ...], Callable[[], None]]
+"""What a graph is found by, and what launches its kernels."""
 Group = tuple[MethodChoice, bool]
 """What sequences of one round share: what they asked to decode with, and whether nodes are drawn."""
 
@@ -147,19 +149,29 @@ class Device:
             if sampling.repetition_penalty != 1:
                 ours.seen[slot].index_fill_(0, tokens[end - len(text) : end], True)
 
-    def _put_rows(self, whole: Tensor, slots: Sequence[int], rows: Sequence[list[int]]) -> Tensor:
-        """Put numbers at the beginning of rows of `whole` [B, S], by one copy; returns them end to end."""
+    def _put_rows(
+        self,
+        whole: Tensor,
+        slots: Sequence[int],
+        rows: Sequence[list[int]],
+        starts: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Put numbers into rows of `whole` [B, S], from their `starts` or their beginning on, by one copy;
+        returns them end to end."""
         # By way of an array: torch.tensor takes several times as long for a list.
         flat = array("q", chain.from_iterable(rows))
-        width = whole.shape[1]
-        places = [slot * width + np.arange(len(row)) for slot, row in zip(slots, rows, strict=True)]
+        width, starts = whole.shape[1], starts or [0] * len(rows)
+        places = [
+            slot * width + np.arange(start, start + len(row))
+            for slot, start, row in zip(slots, starts, rows, strict=True)
+        ]
         both = self._send(torch.from_numpy(np.stack((np.frombuffer(flat, np.int64), np.concatenate(places)))))
         whole.view(-1)[both[1]] = both[0].to(whole.dtype)
         return both[0]
 
-    def extend(self, slot: int, first: int, pages: list[int]) -> None:
-        """Give a row more pages, from the `first` place of its table on."""
-        self.slots.tables[slot, first : first + len(pages)] = self._send(pages).int()
+    def extend(self, slots: Sequence[int], starts: Sequence[int], pages: Sequence[list[int]]) -> None:
+        """Give rows more pages, each from its start in the table on."""
+        self._put_rows(self.slots.tables, slots, pages, starts)
 
     def release(self, slots: Sequence[int]) -> None:
         """Let rows rest; what their rounds still write goes to the dump page."""
@@ -193,7 +205,7 @@ class Device:
             return Report(work.report)
         size = next(size for size in row_buckets(self.MOST_SEGMENTS) if size >= len(pieces))
         work = self._describe(pieces, size)
-        self._run(("segments", size, sampled), partial(take_segments, self.models, self.slots, work, sampled))
+        self._run(self.segments_work(size, sampled))
         return Report(work.report)
 
     def _describe(self, pieces: Sequence[Piece], size: int) -> Segments:
@@ -211,18 +223,16 @@ class Device:
     def read_into_rings(self, slots: Sequence[int]) -> None:
         """Have the draft read the texts of these rows; see `longspec.engine.fill`."""
         size = next(size for size in row_buckets(self.max_rows) if size >= len(slots))
-        if size not in self._rings:
-            self._rings[size] = self._send([self.max_rows] * size)
+        work = self.ring_work(size)
         self._rings[size].copy_(self._send([*slots, *[self.max_rows] * (size - len(slots))]))
-        self._run(("ring", size), partial(read_into_rings, self.models, self.slots, self._rings[size]))
+        self._run(work)
 
     def round(self, method: Method, num_rows: int, active: Sequence[bool], sampled: bool) -> Report:
         """Run one round of a fitted method over the first rows; only rows that are `active` move."""
         size = self.bucket(num_rows)
         self._activate([*active, *[False] * (size - len(active))])
-        rows = self.slots.first(size)
-        self._run((method, size, sampled), partial(run_round, self.models, rows, method, sampled))
-        return Report(rows.report[:num_rows, : method.depth + 2])
+        self._run(self.round_work(method, size, sampled))
+        return Report(self.slots.report[:num_rows, : method.depth + 2])
 
     def guided_round(
         self, active: Sequence[bool], sampled: bool, masks: Tensor | None, num_top: int
@@ -246,54 +256,57 @@ class Device:
             self.slots.active[:size] = self._send(wanted)
             self._active[:size] = wanted
 
-    def _run(self, key: tuple[Any, ...], work: Callable[[], None]) -> None:
+    def segments_work(self, size: int, sampled: bool) -> Work:
+        """What takes in so many segments of prompts."""
+        if size not in self._segments:
+            self._segments[size] = Segments.empty(size, self._fill_tables)
+        work = self._segments[size]
+        return ("segments", size, sampled), partial(take_segments, self.models, self.slots, work, sampled)
+
+    def ring_work(self, size: int) -> Work:
+        """What has the draft read the texts of so many rows."""
+        if size not in self._rings:
+            self._rings[size] = self._send([self.max_rows] * size)
+        return ("ring", size), partial(read_into_rings, self.models, self.slots, self._rings[size])
+
+    def round_work(self, method: Method, size: int, sampled: bool) -> Work:
+        """A round over the first rows."""
+        return (method, size, sampled), partial(
+            run_round, self.models, self.slots.first(size), method, sampled
+        )
+
+    def _run(self, work: Work) -> None:
         """Do the work: by a replay, recorded the first time, where that can be."""
+        key, launch = work
         if not self._captures:
-            work()
+            launch()
             return
         if key not in self._graphs:
-            self._graphs[key] = self._record(work)
+            self.record([work])
         self._graphs[key].replay()
 
-    def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Recording runs the work a few times: with every row at rest, so that it changes nothing."""
-        running = self.slots.running.clone()
+    def record(self, works: Sequence[Work]) -> None:
+        """Record what is not recorded yet, with every row at rest, because that runs each work a few times.
+
+        The kernels of all works are compiled side by side first.
+        """
+        new = {key: launch for key, launch in works if key not in self._graphs}
+        if not new:
+            return
+        segments = self._segments.values()
+        parts = [part for work in segments for part in (work.slots, work.counts, work.goals)]
+        parts += [self.slots.running, *self._rings.values()]
+        kept = [part.clone() for part in parts]
         self.slots.running.zero_()
-        parts = [part for work in self._segments.values() for part in (work.slots, work.counts, work.goals)]
-        kept = [part.clone() for part in (*parts, *self._rings.values())]
-        for work_slots in self._segments.values():
-            work_slots.slots.fill_(self.max_rows)
-            work_slots.counts.zero_()
-            work_slots.goals.fill_(self.max_rows)
+        for work in segments:
+            work.clear()
         for rows in self._rings.values():
             rows.fill_(self.max_rows)
-        graph = capture(work, self.models.target.device, self._pool)
-        self.num_captures += 1
-        self.slots.running.copy_(running)
-        for part, values in zip((*parts, *self._rings.values()), kept, strict=True):
+        graphs = capture(list(new.values()), self.models.target.device, self._pool)
+        self._graphs.update(zip(new, graphs, strict=True))
+        self.num_captures += len(graphs)
+        for part, values in zip(parts, kept, strict=True):
             part.copy_(values)
-        return graph
-
-    def prepare_segments(self, most: int, sampled: bool) -> None:
-        """Record what takes in up to `most` segments of prompts."""
-        for size in [size for size in row_buckets(self.MOST_SEGMENTS) if size <= most]:
-            work = self._describe([], size)
-            run = partial(take_segments, self.models, self.slots, work, sampled)
-            self._prepare(("segments", size, sampled), run)
-
-    def prepare_rings(self, size: int) -> None:
-        """Record what has the draft read so many rows."""
-        self._rings.setdefault(size, self._send([self.max_rows] * size))
-        self._prepare(("ring", size), partial(read_into_rings, self.models, self.slots, self._rings[size]))
-
-    def prepare_round(self, method: Method, size: int, sampled: bool) -> None:
-        """Record a round."""
-        run = partial(run_round, self.models, self.slots.first(size), method, sampled)
-        self._prepare((method, size, sampled), run)
-
-    def _prepare(self, key: tuple[Any, ...], work: Callable[[], None]) -> None:
-        if key not in self._graphs:
-            self._graphs[key] = self._record(work)
 
     def _send(self, values: list[Any] | Tensor) -> Tensor:
         """Numbers on the device; from pinned memory, because other copies wait for all that is queued."""

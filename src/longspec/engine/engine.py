@@ -23,7 +23,7 @@ from longspec.decoding.methods import VANILLA, Method, MethodChoice, Tree
 from longspec.decoding.round import Models
 from longspec.engine.auto import Outlook, Policy, candidates, unmeasured
 from longspec.engine.costs import Costs
-from longspec.engine.device import Device
+from longspec.engine.device import Device, row_buckets
 from longspec.engine.interrupts import undisturbed
 from longspec.engine.loop import Loop
 from longspec.engine.scheduler import Scheduler
@@ -285,16 +285,22 @@ class Engine:
                 target, config = self.models.target, self.models.target.config
                 like = target.embedding.new_zeros(1, config.num_heads, config.head_dim)
                 target.attention.warm_up(like, config.num_kv_heads, self.max_length)
-            for sampled in (False, True):
-                device.prepare_segments(1 if max_rows == 1 else device.MOST_SEGMENTS, sampled)
+            most = 1 if max_rows == 1 else device.MOST_SEGMENTS
+            works = [
+                device.segments_work(size, sampled)
+                for size in row_buckets(device.MOST_SEGMENTS)
+                if size <= most
+                for sampled in (False, True)
+            ]
             for size in [size for size in device.buckets if size <= device.bucket(max_rows)]:
                 picked = self.policy.pick([Outlook(0.0)] * size, None, size, 512)
                 if self.models.draft is not None:
-                    device.prepare_rings(size)
+                    works.append(device.ring_work(size))
                 # One sequence mostly stays with what is picked first; of many, outlooks and lengths differ.
                 for method in {VANILLA, picked, *(self.policy.methods if max_rows > 1 else ())}:
-                    for sampled in (False, True):
-                        device.prepare_round(self.loop.fit(method), size, sampled)
+                    fitted = self.loop.fit(method)
+                    works += [device.round_work(fitted, size, sampled) for sampled in (False, True)]
+            device.record(works)
 
     def _take_orders(self) -> bool:
         """Do what callers asked for; whether there is something to do now."""

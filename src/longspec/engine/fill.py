@@ -37,13 +37,20 @@ class Segments:
 
     @classmethod
     def empty(cls, num_segments: int, tables: Tensor) -> Segments:
-        """Nothing to do for anyone: the last row of the tables is the spare one."""
+        """Nothing yet; the last row of the tables is the spare one."""
 
         def whole() -> Tensor:
             return torch.zeros(num_segments, dtype=torch.int64, device=tables.device)
 
-        spare = whole() + len(tables) - 1
-        return cls(spare, whole(), whole(), spare.clone(), tables, whole())
+        made = cls(whole(), whole(), whole(), whole(), tables, whole())
+        made.clear()
+        return made
+
+    def clear(self) -> None:
+        """Let it be nothing for anyone: all of it belongs to the spare row."""
+        self.counts.zero_()
+        for part in (self.slots, self.goals):
+            part.fill_(len(self.tables) - 1)
 
 
 def take_segments(models: Models, slots: Slots, work: Segments, sampled: bool) -> None:

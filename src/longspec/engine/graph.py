@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,13 +15,16 @@ import torch
 _turn = threading.Lock()
 
 
-def capture(work: Callable[[], object], device: torch.device, pool: Any = None) -> torch.cuda.CUDAGraph:
-    """Record what `work` launches, ready to be replayed. Graphs with the same `pool` share their memory, so
-    that what one leaves there is gone when another is replayed.
+def capture(
+    works: Sequence[Callable[[], object]], device: torch.device, pool: Any = None
+) -> list[torch.cuda.CUDAGraph]:
+    """Record what each of the works launches, ready to be replayed. Graphs with the same `pool` share their
+    memory, so that what one leaves there is gone when another is replayed.
 
-    It runs twice beforehand, first without our kernels, so it must be at rest: doing it once more must change
-    nothing, nor may it look anything up by what they compute. What it reads and writes must keep its place in
-    memory for as long as the graph is replayed.
+    Each runs twice beforehand. In the first run our kernels are only compiled, those of all works side by
+    side. So a work must be at rest: doing it once more must change nothing, nor may it look anything up by
+    what our kernels compute. What it reads and writes must keep its place in memory for as long as the graph
+    is replayed.
 
     Other threads may launch, allocate and wait for their own streams meanwhile, but not for the whole device.
     """
@@ -32,17 +35,22 @@ def capture(work: Callable[[], object], device: torch.device, pool: Any = None) 
         aside.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(aside):
-                # Libraries make their workspaces meanwhile; the second run finds everything in place.
-                compile_for(work)
-                work()
+                compile_for(works)
+                # Libraries make their workspaces now.
+                for work in works:
+                    work()
         finally:
             torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with (
-            _uncollected(),
-            torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"),
-        ):
-            work()
+        return [_record(work, aside, pool) for work in works]
+
+
+def _record(work: Callable[[], object], stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with (
+        _uncollected(),
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+    ):
+        work()
     return graph
 
 

@@ -310,7 +310,8 @@ class Loop:
 
     def _have_pages(self, seats: list[Seat], num_entries: int) -> bool:
         """See that every row has pages for what rounds write; False if others had to go for it."""
-        size = self.scheduler.pool.size
+        size, grown = self.scheduler.pool.size, list[tuple[int, int, list[int]]]()
+        lacking: tuple[Seat, int] | None = None
         for seat in seats:
             # The round may also run behind the text's limit, where only the dump page takes what it writes.
             end, before = seat.length + num_entries, len(seat.pages)
@@ -319,11 +320,15 @@ class Loop:
             end = min(end, seat.sequence.limit + MOST_NODES)
             pages = self.scheduler.grow(seat, end)
             if pages is None:
-                self._make_room(seat, end)
-                return False
+                lacking = seat, end
+                break
             if pages:
-                self.device.extend(seat.slot, before, pages)
-        return True
+                grown.append((seat.slot, before, pages))
+        if grown:
+            self.device.extend(*zip(*grown, strict=True))
+        if lacking is not None:
+            self._make_room(*lacking)
+        return lacking is None
 
     def _make_room(self, seat: Seat, num_entries: int) -> None:
         """Let the youngest sequences wait; first see whether one on its way is done."""
@@ -342,7 +347,7 @@ class Loop:
             if youngest is not seat:
                 pages = self.scheduler.grow(seat, num_entries)
         if pages:
-            self.device.extend(seat.slot, before, pages)
+            self.device.extend([seat.slot], [before], [pages])
 
     def _refuse(self, seat: Seat) -> None:
         """End a sequence for which all pages are not enough."""
@@ -380,7 +385,10 @@ class Loop:
             else:
                 seat.num_in_flight -= launch.width
                 seat.rounds_in_flight -= len(reports)
-                emitted = [token for one in reports for token in one[row][1 : 1 + one[row][0]]]
+                if len(reports) > 1:
+                    emitted = [one[row][1] for one in reports if one[row][0]]
+                else:
+                    emitted = reports[0][row][1 : 1 + reports[0][row][0]]
             if emitted and not seat.sequence.finished:
                 if scores is not None:
                     seat.sequence.keep_scores(scores[row])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from heapq import heappop, heappush, heapreplace
 
 from longspec.cache import PagePool
 from longspec.engine.auto import Outlook
@@ -58,6 +59,11 @@ class Scheduler:
     """By slot; in the order of admission."""
     num_paused: int = 0
     """How often a sequence had to give its pages to an older one."""
+    free: list[int] = field(init=False)
+    """Slots that nobody has; a heap."""
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.max_rows))
 
     @property
     def filling(self) -> list[Seat]:
@@ -108,7 +114,7 @@ class Scheduler:
     def _seat(
         self, sequence: Sequence, text: list[int], hashes: list[bytes], shared: list[int], own: list[int]
     ) -> Seat:
-        slot = next(slot for slot in range(self.max_rows) if slot not in self.seats)
+        slot = heappop(self.free)
         computed = len(shared) * self.pool.size
         if not sequence.tokens:
             sequence.num_shared = computed
@@ -148,6 +154,7 @@ class Scheduler:
         self.pool.remember(seat.pages[: known // size], hashes)
         self.pool.release(seat.pages)
         del self.seats[seat.slot]
+        heappush(self.free, seat.slot)
 
     def pause(self, seat: Seat, num_wanted: int) -> None:
         """Send a sequence back to the head of the line; it is computed again when there is room for so many
@@ -161,12 +168,12 @@ class Scheduler:
         """A seat that should move, and its new slot, so that the seats need no more than `is_enough` rows."""
         if len(self.seats) > is_enough or self.num_rows <= is_enough:
             return None
-        last = self.seats[self.num_rows - 1]
-        free = next(slot for slot in range(is_enough) if slot not in self.seats)
-        return last, free
+        return self.seats[self.num_rows - 1], self.free[0]
 
     def move(self, seat: Seat, slot: int) -> None:
-        """Give a seat another slot."""
+        """Give a seat the first free slot."""
+        freed = heapreplace(self.free, seat.slot)
+        assert freed == slot
         moved = {slot if one is seat else old: one for old, one in self.seats.items()}
         seat.slot = slot
         self.seats = moved

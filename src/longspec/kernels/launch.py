@@ -11,7 +11,7 @@ that some work launches compiled at the same time.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from functools import partial
@@ -43,21 +43,22 @@ class launched:
         return launch
 
 
-def compile_for(work: Callable[[], object]) -> None:
-    """Compile the kernels that `work` launches, side by side; it runs, but they do not.
+def compile_for(works: Iterable[Callable[[], object]]) -> None:
+    """Compile the kernels that the works launch, side by side; the works run, but the kernels do not.
 
     What they would have written stays as it is, or is arbitrary where it was just allocated: no work is fit
     for this that looks something up by their results.
     """
     # In a context of its own, for others may be launching meanwhile, and an error must leave nothing behind.
-    copy_context().run(_compile, work)
+    copy_context().run(_compile, works)
 
 
-def _compile(work: Callable[[], object]) -> None:
+def _compile(works: Iterable[Callable[[], object]]) -> None:
     _only_compiling.set(True)
     num_threads = min(_MOST_AT_ONCE, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(num_threads) as pool, AsyncCompileMode(pool):
-        work()
+        for work in works:
+            work()
 
 
 @triton.jit

@@ -108,8 +108,9 @@ def test_running_out_of_memory_says_what_to_shrink(smollm2_folder: Path, tiny_fo
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 3
     for line in lines[:2]:
-        assert "there is no memory for the 0.5 GB of smollm2-135m in float32 on cpu" in line
+        assert "there is not enough memory for the 0.5 GB of smollm2-135m in float32 on cpu" in line
         assert "a smaller dtype, a smaller target or another device" in line
     assert re.search(
-        r"there is no memory for \d+ tokens of KV on cpu; lower max_length, max_rows or kv_memory", lines[2]
+        r"there is not enough memory for \d+ tokens of KV on cpu; lower max_length, max_rows or kv_memory",
+        lines[2],
     )

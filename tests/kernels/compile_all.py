@@ -34,7 +34,7 @@ from longspec.kernels.lookup import graft_lookup
 from longspec.kernels.masked import Nodes, masked
 from longspec.kernels.merge import merge
 from longspec.kernels.noise import gumbel_noise
-from longspec.kernels.norm import Stream, add_rms_norm, rms_norm
+from longspec.kernels.norm import Residual, add_rms_norm, rms_norm
 from longspec.kernels.rope import rope_write
 from longspec.kernels.settle import settle_round
 from longspec.kernels.silu import silu_mul
@@ -147,18 +147,18 @@ def call_prefill(n: int = 4, T: int = 64, H: int = 9, K: int = 3, D: int = 64, S
 def call_products(T: int, E: int = 576) -> None:
     """Products of T rows, and of one."""
     x, weight = halves(1, T, E), halves(E)
-    norm, lone = (weight, 1e-5), Stream(x[:, :1])
-    few_rows(Stream(x, x), halves(960, E), halves(960), norm)
-    few_rows(Stream(x, x), halves(3072, E), None, norm, gated=True)
+    norm, lone = (weight, 1e-5), Residual(x[:, :1])
+    few_rows(Residual(x, x), halves(960, E), halves(960), norm)
+    few_rows(Residual(x, x), halves(3072, E), None, norm, gated=True)
     few_rows(lone, halves(3072, E), None, norm, gated=True)
-    few_rows(Stream(lone.x, lone.x), halves(960, E), None, norm)
-    few_rows(Stream(halves(1, 1, 1536)), halves(E, 1536), residual=lone.x)
-    few_rows(Stream(halves(1, T, 1536)), halves(E, 1536), residual=x)
-    ahead, _ = few_rows(Stream(halves(1, T, 1536)), halves(E, 1536), residual=x, factor=weight)
+    few_rows(Residual(lone.x, lone.x), halves(960, E), None, norm)
+    few_rows(Residual(halves(1, 1, 1536)), halves(E, 1536), residual=lone.x)
+    few_rows(Residual(halves(1, T, 1536)), halves(E, 1536), residual=x)
+    ahead, _ = few_rows(Residual(halves(1, T, 1536)), halves(E, 1536), residual=x, factor=weight)
     few_rows(ahead, halves(960, E), halves(960), norm)
     few_rows(ahead, halves(3072, E), None, norm, gated=True)
-    few_rows(Stream(halves(1, T, 4096)), halves(4096, 4096))
-    few_rows(Stream(halves(1, T, 4096)), halves(28672, 4096), gated=True)
+    few_rows(Residual(halves(1, T, 4096)), halves(4096, 4096))
+    few_rows(Residual(halves(1, T, 4096)), halves(28672, 4096), gated=True)
 
 
 class Rows(NamedTuple):
@@ -291,7 +291,7 @@ def check_ampere() -> None:
     k, sees = halves(3, 1024, 64), torch.ones(1, 64, 64, dtype=torch.bool)
     attend(halves(1, 64, 9, 64), k, k, numbers(1), some_tables(1), PAGE, sees)
     for num_rows in (16, 32, 64):
-        few_rows(Stream(halves(1, num_rows, 1536)), halves(576, 1536))
+        few_rows(Residual(halves(1, num_rows, 1536)), halves(576, 1536))
 
 
 if __name__ == "__main__":

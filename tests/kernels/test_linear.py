@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longspec.kernels.embed import embed
 from longspec.kernels.linear import few_rows, folds
-from longspec.kernels.norm import Stream
+from longspec.kernels.norm import Residual
 from tests.kernels.paged import DEVICE, DTYPES
 from tests.kernels.test_fused import TOLERANCE
 
@@ -45,11 +45,11 @@ def test_products(dtype: torch.dtype, R: int, I: int, O: int) -> None:  # noqa: 
     draw = Draws(dtype, R)
     x, delta, norm, bias = draw(1, R, I), draw(1, R, I), draw(I), draw(O)
     weight = draw.matrix(O, I)
-    out, total = few_rows(Stream(x, delta), weight, bias, (norm, 1e-5))
+    out, total = few_rows(Residual(x, delta), weight, bias, (norm, 1e-5))
     assert torch.equal(total.x, x + delta)
     normed = F.rms_norm(total.x.double(), (I,), norm.double(), 1e-5)
     draw.close(out.x, normed @ weight.double().T + bias.double())
-    out, same = few_rows(Stream(x), weight)
+    out, same = few_rows(Residual(x), weight)
     assert same.x is x
     draw.close(out.x, x.double() @ weight.double().T)
 
@@ -59,7 +59,7 @@ def test_products(dtype: torch.dtype, R: int, I: int, O: int) -> None:  # noqa: 
 def test_gated_products(dtype: torch.dtype, R: int, I: int, O: int) -> None:  # noqa: E741
     draw = Draws(dtype, R)
     x, gate_up, bias = draw(1, R, I), draw.matrix(2 * O, I), draw(2 * O)
-    out, _ = few_rows(Stream(x), gate_up, bias, gated=True)
+    out, _ = few_rows(Residual(x), gate_up, bias, gated=True)
     gate, up = (x.double() @ gate_up.double().T + bias.double()).chunk(2, -1)
     draw.close(out.x, F.silu(gate) * up)
 
@@ -70,8 +70,8 @@ def test_products_added_to_the_stream(dtype: torch.dtype, R: int, I: int, O: int
     """Rounded as two operations round, to the last bit."""
     draw = Draws(dtype, R)
     x, weight, bias, stream = draw(1, R, I), draw.matrix(O, I), draw(O), 30 * draw(1, R, O)
-    product, _ = few_rows(Stream(x), weight, bias)
-    assert torch.equal(few_rows(Stream(x), weight, bias, residual=stream)[0].x, stream + product.x)
+    product, _ = few_rows(Residual(x), weight, bias)
+    assert torch.equal(few_rows(Residual(x), weight, bias, residual=stream)[0].x, stream + product.x)
 
 
 # fp16 may overflow where the norm comes late.
@@ -98,8 +98,8 @@ def test_a_norm_between_two_products(
         draw(2 * O if gated else O),
     )
     assert folds(R, second)
-    middle, _ = few_rows(Stream(x), first, residual=stream, factor=norm[0])
-    assert torch.equal(middle.x, few_rows(Stream(x), first, residual=stream)[0].x)
+    middle, _ = few_rows(Residual(x), first, residual=stream, factor=norm[0])
+    assert torch.equal(middle.x, few_rows(Residual(x), first, residual=stream)[0].x)
     out, same = few_rows(middle, second, bias, norm, gated)
     assert same is middle
     exact = F.rms_norm(middle.x.double(), (E,), norm[0].double(), 1e-5) @ second.double().T + bias.double()
@@ -129,5 +129,5 @@ def test_a_row_gives_the_same_among_others_as_alone(dtype: torch.dtype) -> None:
     tokens = torch.arange(9, device=DEVICE)[None]
     factor = norm[0] if folds(9, weight) else None
     among = few_rows(embed(tokens, table, factor=factor)[0], weight, norm=norm)[0].x
-    alone = [few_rows(Stream(table[None, row : row + 1]), weight, norm=norm)[0].x for row in range(9)]
+    alone = [few_rows(Residual(table[None, row : row + 1]), weight, norm=norm)[0].x for row in range(9)]
     assert (among == torch.cat(alone, 1)).double().mean() > 0.98

@@ -82,9 +82,12 @@ def test_bad_folders(tmp_path: Path) -> None:
         ("[]", r"the whole is \[\]; it must be an object"),
         ('{"weight_map": 3}', "weight_map is 3; it must be an object"),
         ('{"weight_map": {}}', "names no tensors"),
-        (json.dumps({"weight_map": good | {"c": shard}}), f"{shard} lacks the tensor 'c'"),
-        (json.dumps({"weight_map": {"a": "../a.safetensors"}}), "no file name"),
-        (json.dumps({"weight_map": good | {"c": "gone.safetensors"}}), r"gone\.safetensors is missing"),
+        (json.dumps({"weight_map": good | {"c": shard}}), f"{shard} has the tensor 'c', but it does not"),
+        (json.dumps({"weight_map": {"a": "../a.safetensors"}}), "not a file name"),
+        (
+            json.dumps({"weight_map": good | {"c": "gone.safetensors"}}),
+            r"gone\.safetensors, which is missing",
+        ),
     ]:
         index.write_text(text)
         with pytest.raises(UserError, match=said):
@@ -97,10 +100,10 @@ def test_pickles_run_no_code(tmp_path: Path) -> None:
             return Path.touch, (Path("/nonexistent"),)  # type: ignore[return-value]
 
     torch.save({"a": Evil()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="was not run"):
+    with pytest.raises(UserError, match="which is never run"):
         WeightFiles(tmp_path)
     torch.save({"a": 3}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="something else than named tensors"):
+    with pytest.raises(UserError, match="something other than named tensors"):
         WeightFiles(tmp_path)
 
 

@@ -26,22 +26,22 @@ class AttentionPlan:
     """The pages of each row, int32 [B, M]; see `Pages`."""
     page_size: int
     num_new: int
-    """T, the queries per row; their keys stand right behind the prefix."""
+    """T, the queries per row; their keys follow the prefix directly."""
     tree: Tensor | None = None
     """Which new tokens each new token sees, bool [T, T] or [B, T, T]; None for a causal chain."""
     sinks: int = 0
     window: int | None = None
-    """With a window, of the prefix only its first `sinks` entries and its last `window` ones are seen."""
+    """With a window, a query sees only the first `sinks` and the last `window` entries of the prefix."""
     known: tuple[Sequence[int], Sequence[Sequence[int]]] | None = None
-    """Lengths and tables again, where the host knows them: reading them from a GPU would wait for it."""
+    """Lengths and tables, if the host knows them. To read them from a GPU, the host would have to wait."""
     masks: dict[int, Tensor] = field(default_factory=dict)
-    """What a backend made for a row at the first layer, for the others."""
+    """The mask of each row: a backend makes it at the first layer and reuses it at the others."""
     cuts: dict[tuple[int, int, int], list[slice]] = field(default_factory=dict)
-    """What `runs` found, likewise."""
+    """The results of `runs`, kept for the other layers."""
 
     @cached_property
     def host_lengths(self) -> Sequence[int]:
-        """`lengths` again, for backends whose shapes follow them."""
+        """`lengths` on the host, for backends whose shapes depend on them."""
         return self.known[0] if self.known else self.lengths.tolist()
 
     @cached_property
@@ -53,7 +53,7 @@ class AttentionPlan:
         return found
 
     def ranges(self, row: int) -> list[tuple[int, int]]:
-        """The parts of a row's prefix that are seen, none of them empty."""
+        """The parts of a row's prefix that its queries see. No part is empty."""
         length = self.host_lengths[row]
         if self.window is None or self.sinks + self.window >= length:
             return [(0, length)] if length else []
@@ -61,8 +61,8 @@ class AttentionPlan:
         return [(start, end) for start, end in parts if start < end]
 
     def runs(self, row: int, start: int, end: int) -> list[slice]:
-        """Where a row's entries from `start` to before `end` stand among all pages: a slice for each run of
-        pages that follow each other."""
+        """Where a row's entries `start` to `end` (exclusive) are among all pages: one slice for each run of
+        consecutive pages."""
         if (row, start, end) in self.cuts:
             return self.cuts[row, start, end]
         size, table = self.page_size, self._host_tables[row]
@@ -82,42 +82,42 @@ class AttentionPlan:
 class Attention(Protocol):
     """A backend. Queries are [B, T, H, D]; a layer's keys and values are [K, S, D], all pages end to end.
 
-    Results are `out` [B, T, H, D] in the queries' type and `lse` [B, T, H] in fp32, the log of the sum of
-    the exponentiated scores, so that results over disjoint keys can be merged exactly.
+    Results are `out` [B, T, H, D] in the queries' dtype and `lse` [B, T, H] in fp32: the log of the sum of
+    the exponentiated scores. With it, results over disjoint keys can be merged exactly.
     """
 
     def can_fuse(self, x: Tensor, head_dim: int) -> bool:
-        """Whether our own kernels can do all of a round on tensors like x with heads of this size."""
+        """Whether our own kernels can run a whole round on tensors like x with heads of this size."""
         ...
 
     def warm_up(self, q: Tensor, num_kv_heads: int, longest: int) -> None:
-        """Prepare for prompts of up to `longest` tokens, so that the first does not wait for it."""
+        """Prepare for prompts of up to `longest` tokens, so that the first prompt does not have to wait."""
         ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """Each query sees the prefix, and of the new tokens those that the plan lets it see."""
+        """Each query sees the prefix and those new tokens that the plan allows."""
         ...
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """Each query sees the prefix and nothing else; an empty prefix gives 0 and lse -inf.
+        """Each query sees only the prefix; an empty prefix gives 0 and lse -inf.
 
-        k and v may be those of several layers, [C, K, S, D]: of the H heads the first H / C then attend to
-        the first layer, and so on.
+        k and v may hold several layers, [C, K, S, D]. Then the first H / C of the H heads attend to the first
+        layer, the next H / C to the second, and so on.
         """
         ...
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
-        """Each query sees of its row's keys [B, K, S, D] those that `sees`, bool [B, T, S], allows it: one
-        at least."""
+        """Each query sees those of its row's keys [B, K, S, D] that `sees`, bool [B, T, S], allows: at least
+        one."""
         ...
 
     def filled(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Each query sees the first `counts` [B] of its row's keys [B, K, S, D], one at least."""
+        """Each query sees the first `counts` [B] of its row's keys [B, K, S, D]: at least one."""
         ...
 
 
 def copies_whole(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether our kernels are for such heads: they copy keys and values by 16 bytes."""
+    """Whether our kernels support such heads: they copy keys and values in units of 16 bytes."""
     return head_dim * dtype.itemsize % 16 == 0
 
 
@@ -125,7 +125,7 @@ def merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tenso
     """Combine attention over two disjoint sets of keys. A side that saw nothing has weight 0."""
     (out_one, lse_one), (out_two, lse_two) = one, two
     lse = torch.logaddexp(lse_one, lse_two)
-    # Where both sides saw nothing lse is -inf and the weights would be nan: they are 0 there.
+    # If both sides saw nothing, lse is -inf and the weights would be nan. Make them 0.
     base = lse.masked_fill(lse == -torch.inf, 0.0)
     weight_one = torch.exp(lse_one - base).unsqueeze(-1)
     weight_two = torch.exp(lse_two - base).unsqueeze(-1)
@@ -145,7 +145,7 @@ def by_layer(
 
 
 def choose_backend(name: str = "auto") -> Attention:
-    """The backend called `name`; `auto` is our kernels where there is a GPU for them, or torch's own."""
+    """The backend called `name`; `auto` means our kernels if there is a GPU for them, else torch's."""
     if name not in ("auto", *BACKENDS):
         raise UserError(f"attention backend {name!r} is unknown; there are: auto, {', '.join(BACKENDS)}")
     if name == "reference":
@@ -164,6 +164,6 @@ def choose_backend(name: str = "auto") -> Attention:
 
 
 def _has_gpu_for_kernels() -> bool:
-    # Older GPUs than Ampere know no bf16.
+    # GPUs older than Ampere have no bf16.
     found = torch.cuda.is_available() and torch.version.hip is None and find_spec("triton") is not None
     return found and torch.cuda.get_device_capability() >= (8, 0)

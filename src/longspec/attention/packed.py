@@ -1,7 +1,7 @@
-"""Causal attention within the pieces of packed sequences, with gradients: what training needs.
+"""Causal attention within the pieces of packed sequences, with gradients, for training.
 
-No mask of T x T is ever built: flash attention with variable lengths where torch has it for the type and
-device, else piece by piece, long windowed pieces in blocks of the window's size.
+It never builds a T x T mask. It uses flash attention with variable lengths if torch has it for the dtype and
+device. Otherwise it works piece by piece, and cuts long windowed pieces into blocks of the window's size.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The number of pieces is rounded up to this with empty ones, so that few different shapes occur.
+# Empty pieces round the number of pieces up to a multiple of this, so that few different shapes occur.
 _ROUND = 64
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """How a packed batch, its rows laid end to end, falls into pieces that do not see each other."""
+    """The pieces of a packed batch whose rows are laid end to end; pieces do not see each other."""
 
     starts: tuple[int, ...]
-    """Where each piece starts, from 0, rising."""
+    """Where each piece starts: 0 first, then rising."""
     num_tokens: int
     """B * T."""
     row_length: int
-    """T, at which a piece ends at the latest."""
+    """T, the longest that a piece can be."""
     device: torch.device
 
     @property
@@ -42,7 +42,7 @@ class Pieces:
 
     @property
     def equal(self) -> int | None:
-        """The pieces' length where they all have the same one."""
+        """The length of the pieces if all have the same length, else None."""
         lengths = {end - start for start, end in self.bounds}
         return lengths.pop() if len(lengths) == 1 else None
 
@@ -50,8 +50,8 @@ class Pieces:
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, window: int | None = None) -> Tensor:
     """Queries [B, T, H, D] over keys and values [B, T, K, D]; returns [B, T, H, D].
 
-    A query sees the keys of its own piece up to its own place and, with a `window`, of those the last
-    `window` ones.
+    A query sees the keys of its own piece up to its own position; with a `window`, only the last `window` of
+    them.
     """
     has_flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
     kernel = _flash if has_flash else _by_piece
@@ -80,14 +80,14 @@ def _by_piece(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, window: int | Non
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """[P, n, H, D] over [P, n, K, D]: P pieces of the same length."""
+    """Queries [P, n, H, D] over keys [P, n, K, D] of P pieces that have the same length."""
     if window is not None and q.shape[1] > window:
         return _windowed(q, k, v, window)
     return _attend(q, k, v, causal=True)
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Blocks of `window` queries, each over its own block of keys and the one before."""
+    """Attend in blocks of `window` queries, each over its own block of keys and the block before it."""
     P, n, _, D = q.shape
     count = -(-n // window)
 
@@ -102,7 +102,7 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     place = torch.arange(window, device=q.device)
     distance = (place + window)[:, None] - torch.arange(2 * window, device=q.device)
     sees = ((distance >= 0) & (distance < window)).expand(count, -1, -1).clone()
-    sees[0, :, :window] = False  # there is no block before the first
+    sees[0, :, :window] = False  # the first block has none before it
     mask = sees.repeat(P, 1, 1)[:, None]
     out = _attend(blocks(q).flatten(0, 1), with_previous(k), with_previous(v), mask=mask)
     return out.reshape(P, count * window, -1, D)[:, :n]

@@ -1,4 +1,4 @@
-"""Attention written out: every score, one explicit mask. Slow, and what the other backends are held to."""
+"""Attention with every score and one explicit mask. Slow: tests compare the other backends with it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from longspec.attention.base import AttentionPlan, by_layer
 
 
 class ReferenceAttention:
-    """Computes in `dtype` whatever the inputs are."""
+    """Computes in `dtype`, whatever the dtype of the inputs is."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self._dtype = dtype
 
     def can_fuse(self, x: Tensor, head_dim: int) -> bool:
-        """See `Attention.can_fuse`."""
         return False
 
     def warm_up(self, q: Tensor, num_kv_heads: int, longest: int) -> None:
-        """See `Attention.warm_up`: nothing to prepare."""
+        pass
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """See `Attention.attend`."""
         T, end = plan.num_new, max(plan.host_lengths) + plan.num_new
         tree = plan.tree
         if tree is None:
@@ -33,7 +31,6 @@ class ReferenceAttention:
         return self.masked(q, self._rows(k, end, plan), self._rows(v, end, plan), sees)
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """See `Attention.prefix`."""
         if k.ndim == 4:
             return by_layer(self, q, k, v, plan)
         end = max(plan.host_lengths)
@@ -41,18 +38,17 @@ class ReferenceAttention:
         return self.masked(q, self._rows(k, end, plan), self._rows(v, end, plan), sees)
 
     def filled(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Attention.filled`."""
         sees = torch.arange(k.shape[2], device=q.device) < counts[:, None]
         return self.masked(q, k, v, sees[:, None].expand(-1, q.shape[1], -1))
 
     def _rows(self, x: Tensor, end: int, plan: AttentionPlan) -> Tensor:
-        """Every row's first `end` entries, [B, K, end, D]; what lies behind its pages is arbitrary."""
+        """The first `end` entries of every row, [B, K, end, D]; entries past a row's pages are arbitrary."""
         entries = torch.arange(end, device=x.device)
         pages = plan.tables[:, entries // plan.page_size].long()
         return x[:, pages * plan.page_size + entries % plan.page_size].transpose(0, 1)
 
     def _prefix_mask(self, num_queries: int, num_keys: int, plan: AttentionPlan) -> Tensor:
-        """bool [B, T, S]"""
+        """Which keys each query sees, bool [B, T, S]."""
         entry = torch.arange(num_keys, device=plan.lengths.device)
         inside = entry < plan.lengths[:, None]
         if plan.window is not None:
@@ -60,9 +56,9 @@ class ReferenceAttention:
         return inside[:, None].repeat(1, num_queries, 1)
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Attention.masked`; a query that sees nothing gets 0 and lse -inf."""
+        """As in every backend, but a query may see nothing: it gets 0 and lse -inf."""
         B, T, H, D = q.shape
-        # Entries nobody sees may hold anything, nan included, which 0 * nan would let through.
+        # Entries that no query sees may hold nan, and 0 * nan is nan.
         used = sees.any(1)[:, None, :, None]
         k, v = (torch.where(used, x, 0).to(self._dtype) for x in (k, v))
         grouped = q.to(self._dtype).view(B, T, k.shape[1], -1, D)

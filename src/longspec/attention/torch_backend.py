@@ -1,4 +1,4 @@
-"""Attention by the kernels that torch ships, on any device, row by row."""
+"""Attention with the kernels that torch ships, on any device, row by row."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from torch import Tensor
 
 from longspec.attention.base import AttentionPlan, by_layer, merge
 
-# Chains up to here are masked like trees: one call for all heads, where a causal one takes one per head.
+# Chains up to this length are masked like trees, in one call for all heads; causal takes one call per head.
 _SHORT = 64
-# Up to so many entries one mask covers prefix and new tokens; beyond, reading it costs more than a merge.
+# Up to this many entries one mask covers prefix and new tokens; a larger one costs more to read than a merge.
 _LARGEST_BIAS = 2**18
-# Up to so many keys a copy of their parts costs less than a call for each part and a merge.
+# Up to this many keys it is cheaper to copy the parts together than to call once per part and merge.
 _CHEAP_COPY = 1024
-# Queries of a long prompt and keys that cuDNN takes in one call: what was fastest on an H200, and the least.
+# How many queries and keys one cuDNN call takes (fastest on an H200), and the smallest block given to cuDNN.
 _MOST_QUERIES, _MOST_KEYS, _LEAST_BLOCK = 32768, 32768, 2048
 
 
 class TorchAttention:
-    """FlashAttention where torch has it for the type and device.
+    """FlashAttention if torch has it for the dtype and device.
 
-    The query heads that share a KV head are folded into rows of one attention problem, so nothing is ever
-    repeated. Rows have lengths of their own and are taken one by one: no work on padding, and a row's
-    result cannot depend on its neighbours.
+    The query heads that share a KV head become rows of one attention problem, so keys are never repeated.
+    Each row is computed alone with its own length. So there is no padding, and a row's result cannot depend
+    on its neighbours.
     """
 
     def can_fuse(self, x: Tensor, head_dim: int) -> bool:
-        """See `Attention.can_fuse`."""
         return False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """See `Attention.attend`. Reads the lengths on the host, once per forward pass."""
+        """Reads the lengths on the host, once per forward pass."""
         return _stack([self._attend_row(q[row], k, v, plan, row) for row in range(q.shape[0])])
 
     def _attend_row(
@@ -42,7 +41,7 @@ class TorchAttention:
         length, ranges = plan.host_lengths[row], plan.ranges(row)
         end = length + plan.num_new
         if plan.num_new == 1:
-            # The one new token is like one more of the prefix: a part that ends there takes it along.
+            # A single new token sees all that is before it, so it counts as one more entry of the prefix.
             ranges = [*ranges[:-1], (ranges[-1][0] if ranges else length, end)]
             return _over(q, k, v, [run for part in ranges for run in plan.runs(row, *part)])
         runs = [run for part in ranges for run in plan.runs(row, *part)]
@@ -62,8 +61,8 @@ class TorchAttention:
     def _attend_blocks(
         self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, row: int
     ) -> tuple[Tensor, Tensor]:
-        """A long chain's queries, block by block: each sees all entries before its block, and its own block
-        causally."""
+        """The queries of a long chain, block by block: each sees all entries before its block, and its own
+        block causally."""
         length, found = plan.host_lengths[row], []
         for block in _pieces(slice(0, plan.num_new), _MOST_QUERIES):
             start, end = length + block.start, length + block.stop
@@ -81,7 +80,6 @@ class TorchAttention:
         return merge(one, two)
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """See `Attention.prefix`."""
         if k.ndim == 4:
             return by_layer(self, q, k, v, plan)
         rows = []
@@ -92,7 +90,7 @@ class TorchAttention:
         return _stack(rows)
 
     def warm_up(self, q: Tensor, num_kv_heads: int, longest: int) -> None:
-        """See `Attention.warm_up`; queries will be like q [T, H, D]."""
+        """Queries will be like q [T, H, D]."""
         if not _has_cudnn(q):
             return
         size, _, D = _LEAST_BLOCK, *q.shape[1:]
@@ -107,22 +105,20 @@ class TorchAttention:
             _cudnn(q.new_zeros(num_queries, q.shape[1], D), keys, keys, causal)
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Attention.masked`."""
         return _stack([_masked(q[row], k[row], v[row], sees[row]) for row in range(q.shape[0])])
 
     def filled(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Attention.filled`."""
         ends = counts.tolist()
         return _stack([_unmasked(q[row], k[row, :, :end], v[row, :, :end]) for row, end in enumerate(ends)])
 
 
 def _fits_mask(q: Tensor, size: int) -> bool:
-    """Whether one mask covers prefix and new tokens; on a GPU or over a long prefix two calls are better."""
+    """Whether to use one mask for prefix and new tokens. On a GPU or a long prefix, two calls are faster."""
     return q.device.type == "cpu" and size <= _LARGEST_BIAS
 
 
 def _whole_bias(plan: AttentionPlan, row: int, q: Tensor, groups: int) -> Tensor:
-    """What is added to a row's scores [T * G, S] over its whole prefix and the new tokens."""
+    """The bias on a row's scores [T * G, S] over its whole prefix and the new tokens: 0 or -inf."""
     if row not in plan.masks:
         length = plan.host_lengths[row]
         bias = q.new_zeros(plan.num_new, length + plan.num_new)
@@ -139,10 +135,10 @@ def _tree_of(plan: AttentionPlan, row: int) -> Tensor:
 
 
 def _pieces(whole: slice, most: int) -> Iterator[slice]:
-    """The parts of a run of queries or keys that one call each takes.
+    """Cut a run of queries or keys into one part for each call.
 
-    cuDNN prepares itself for every new shape, for a tenth of a second. So it gets few of them: powers of two
-    up to `most`, behind which a shorter rest comes.
+    cuDNN takes a tenth of a second to prepare for a new shape. So it gets few shapes: powers of two up to
+    `most`, then a shorter rest.
     """
     start = whole.start
     while (left := whole.stop - start) > 0:
@@ -152,7 +148,7 @@ def _pieces(whole: slice, most: int) -> Iterator[slice]:
 
 
 def _over(q: Tensor, k: Tensor, v: Tensor, runs: list[slice]) -> tuple[Tensor, Tensor]:
-    """Queries [T, H, D] over these parts of keys [K, S, D], every query seeing every key."""
+    """Queries [T, H, D] over these parts of keys [K, S, D]. Every query sees every key."""
     if sum(run.stop - run.start for run in runs) <= _CHEAP_COPY:
         return _unmasked(q, _cut(k, runs), _cut(v, runs))
     parts = [_unmasked(q, k[:, run], v[:, run]) for run in runs]
@@ -172,7 +168,7 @@ def _stack(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _unmasked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries [T, H, D] over keys [K, S, D], every query seeing every key."""
+    """Queries [T, H, D] over keys [K, S, D]. Every query sees every key."""
     if _suits_cudnn(q, k):
         return _cudnn(q, k, v, causal=False)
     out, lse = _flash(_fold(q, k.shape[0]), k, v)
@@ -180,14 +176,14 @@ def _unmasked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with a mask [T, S] that says which keys each query sees; it must see one at least."""
+    """The same with a mask [T, S] of the keys that each query sees: at least one."""
     groups = q.shape[1] // k.shape[0]
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
     return _biased(q, k, v, bias.repeat_interleave(groups, 0))
 
 
 def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with what is added to the scores, [T * G, S]."""
+    """The same with a bias [T * G, S], which is added to the scores."""
     out, lse = _flash(_fold(q, k.shape[0]), k, v, bias)
     return _unfold(out, q.shape), _unfold(lse, q.shape[:2])
 
@@ -206,18 +202,18 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_cudnn(q: Tensor) -> bool:
-    """Whether cuDNN's attention takes such queries: on an H200 it is nearly twice as fast as flash."""
+    """Whether cuDNN's attention supports such queries. On an H200 it is nearly twice as fast as flash."""
     return q.is_cuda and q.dtype != torch.float32 and q.shape[2] % 8 == 0 and q.shape[2] <= 128
 
 
 def _suits_cudnn(q: Tensor, k: Tensor) -> bool:
-    """Whether it is a shape that cuDNN is prepared for; see `_pieces`."""
+    """Whether cuDNN is prepared for this shape: `_pieces` cuts into such shapes."""
     sizes = (len(q), k.shape[1])
     return _has_cudnn(q) and min(sizes) >= _LEAST_BLOCK and all(size & (size - 1) == 0 for size in sizes)
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Queries [T, H, D] over keys [K, S, D], grouped heads as they are."""
+    """Queries [T, H, D] over keys [K, S, D]; cuDNN handles grouped heads itself."""
     kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, lse = kernel(q.transpose(0, 1)[None], k[None], v[None], None, True, 0.0, causal, False)[:2]
     return out[0].transpose(0, 1), lse.view(q.shape[1], q.shape[0]).transpose(0, 1)
@@ -246,7 +242,7 @@ def _flash(
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     else:
         if bias is not None:
-            # The kernel reads rows of the bias in aligned groups, so each row's storage is rounded up.
+            # The kernel reads each row of the bias in aligned groups of 16, so the rows are padded.
             size = bias.shape[1]
             bias = torch.nn.functional.pad(bias, (0, -size % 16))[:, :size].expand(1, q.shape[1], -1, -1)
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention

@@ -1,4 +1,4 @@
-"""Attention by our own Triton kernels, for the few queries of a decoding round."""
+"""Attention with our own Triton kernels, for the few queries of a decoding round."""
 
 from __future__ import annotations
 
@@ -11,31 +11,28 @@ from longspec.attention.torch_backend import TorchAttention
 from longspec.kernels.attention import attend
 from longspec.kernels.merge import merge
 
-# As many as the largest tree has nodes. More are prefill, for which libraries are faster.
+# The number of nodes of the largest tree. More queries than that are a prefill, where libraries are faster.
 MAX_QUERIES = 512
 
 
 class TritonAttention(TorchAttention):
-    """Two launches a layer whatever the lengths, so that a round can be captured in a CUDA graph.
+    """Two launches per layer, whatever the lengths are, so a CUDA graph can capture a round.
 
-    Long prompts, and tensors that no kernel can reach (on the CPU, unless Triton's interpreter runs), are
-    left to torch.
+    Torch's kernels compute long prompts, and tensors on the CPU (unless Triton's interpreter runs).
     """
 
     def can_fuse(self, x: Tensor, head_dim: int) -> bool:
-        """See `Attention.can_fuse`. Where gradients are wanted, the kernels have none."""
+        """Not where gradients are needed, because the kernels have no backward pass."""
         reached = x.is_cuda or bool(triton.knobs.runtime.interpret)
         return reached and copies_whole(head_dim, x.dtype) and not torch.is_grad_enabled()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """See `Attention.attend`."""
         if not self._covers(q):
             return super().attend(q, k, v, plan)
         tables, size = plan.tables, plan.page_size
         return attend(q, k, v, plan.lengths, tables, size, plan.tree, True, plan.sinks, plan.window)
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """See `Attention.prefix`."""
         if not self._covers(q):
             return super().prefix(q, k, v, plan)
         tables, size = plan.tables, plan.page_size
@@ -45,5 +42,5 @@ class TritonAttention(TorchAttention):
         return merge(one, two) if self.can_fuse(one[0], one[0].shape[-1]) else super()._merge(one, two)
 
     def _covers(self, q: Tensor) -> bool:
-        """Whether the kernels are for these queries [B, T, H, D]."""
+        """Whether our kernels compute these queries [B, T, H, D]."""
         return q.shape[1] <= MAX_QUERIES and self.can_fuse(q, q.shape[3])

@@ -1,4 +1,4 @@
-"""Where keys and values live."""
+"""The memory of keys and values: the target's pages and the draft's ring."""
 
 from longspec.cache.pages import Pages
 from longspec.cache.pool import PagePool

@@ -1,4 +1,4 @@
-"""The target's KV in pages: one allocation for all sequences, and verbs that move what is in it."""
+"""The target's KV in pages: one allocation for all sequences, with methods that write and move entries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longspec.config import ModelConfig
 
-# Page 0 belongs to nobody: table entries that are not assigned point to it, and so do writes nobody wants.
+# The dump page belongs to no sequence. Unassigned table entries point to it, and so do writes to discard.
 DUMP = 0
 
 
@@ -19,8 +19,8 @@ DUMP = 0
 class Pages:
     """Keys and values of every layer, in pages that lie end to end.
 
-    A row finds its entries through a table of pages: entry e stands at `tables[row, e // size] * size +
-    e % size`. Pages that follow each other are one slice, so that a row with such pages needs no copy.
+    A row finds its entries with a table of pages: entry e is at `tables[row, e // size] * size + e % size`.
+    Consecutive pages are one slice, so a row that has such pages is read without a copy.
     """
 
     keys: Tensor
@@ -33,25 +33,23 @@ class Pages:
     def empty(
         cls, config: ModelConfig, num_pages: int, size: int, device: torch.device, dtype: torch.dtype
     ) -> Pages:
-        """So many pages and the dump page. They are zero, because masked entries are multiplied by 0 and
-        0 times nan is nan; on a CPU, memory that was never written costs nothing."""
+        """`num_pages` pages and the dump page, filled with zeros: masked entries are multiplied by 0, and
+        0 times nan would be nan."""
         shape = (config.num_layers, config.num_kv_heads, (num_pages + 1) * size, config.head_dim)
         keys, values = (_zeros(shape, device, dtype) for _ in range(2))
         return cls(keys, values, size)
 
     @property
     def num_layers(self) -> int:
-        """L."""
         return self.keys.shape[0]
 
     @property
     def num_pages(self) -> int:
-        """Pages that sequences can have."""
+        """Pages for sequences: all but the dump page."""
         return self.keys.shape[2] // self.size - 1
 
     @property
     def num_bytes(self) -> int:
-        """Size of the buffers."""
         return 2 * self.keys.numel() * self.keys.element_size()
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -59,21 +57,21 @@ class Pages:
         return self.keys[layer], self.values[layer]
 
     def places(self, tables: Tensor, entries: Tensor) -> Tensor:
-        """Where the rows' `entries` [B, T] stand, int64 [B, T]."""
+        """The index in S of each row's `entries` [B, T], int64 [B, T]."""
         pages = tables.gather(1, entries // self.size)
         return pages.long() * self.size + entries % self.size
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put keys and values [B, T, K, D] of one layer to `places` [B, T]."""
+        """Write keys and values [B, T, K, D] of one layer to `places` [B, T]."""
         flat = places.flatten()
         self.keys[layer].index_copy_(1, flat, k.flatten(0, 1).transpose(0, 1))
         self.values[layer].index_copy_(1, flat, v.flatten(0, 1).transpose(0, 1))
 
     def commit(self, tables: Tensor, lengths: Tensor, path: Tensor, num_kept: Tensor) -> None:
-        """Move what was written for the nodes of `path` [B, P] right behind the rows' prefixes.
+        """Move the keys and values of the nodes in `path` [B, P] to the end of the rows' prefixes.
 
-        The first `num_kept` [B] of a row's nodes count; a path names nodes by their order, each at or behind
-        its place in the path, as a path through a tree does. The lengths are not changed.
+        Only the first `num_kept` [B] nodes of a row move. Node numbers rise along a path, so entry i of a
+        path is node i or a later one. The lengths are not changed.
         """
         steps = torch.arange(path.shape[1], device=path.device)
         kept = steps < num_kept[:, None]
@@ -84,8 +82,7 @@ class Pages:
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Zeros. On a CPU from the system, which takes no memory before something is written; `torch.zeros` would
-    write all of it."""
+    """Zeros. On a CPU from mmap, which uses no memory before something is written; `torch.zeros` writes."""
     if device.type != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Which pages are free, who holds them, and which beginnings of texts they hold."""
+"""Which pages are free, which sequences hold the others, and which beginnings of texts are in them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from longspec.cache.pages import DUMP
 
 
 class PagePool:
-    """Gives out pages and takes them back; lives on the host.
+    """Gives out pages and takes them back; runs on the host.
 
-    A page that is full and belongs to a text's beginning is remembered by the hash of all tokens up to its
-    end. Sequences that begin alike share such pages and never write them. A page that nobody holds any more
-    is kept as long as there are free ones, and goes to whoever needs it then, the one used least recently
-    first.
+    A full page is remembered by the hash of all tokens up to its end. Sequences with the same beginning share
+    such pages and never write them. A remembered page that no sequence holds is kept while other pages are
+    free; then the least recently used one is given out first.
     """
 
     def __init__(self, num_pages: int, size: int) -> None:
@@ -48,11 +47,11 @@ class PagePool:
         return self.num_pages - self.num_available
 
     def take(self, count: int, after: int | None = None, evicts: bool = False) -> list[int] | None:
-        """`count` pages, or None where there are not so many.
+        """`count` pages, or None if there are not enough.
 
-        The next one after `after`, the last page of who asks, is preferred, because pages in a row are read
-        as one; if it `evicts`, also where that one is remembered. That is for who shares the pages before: it
-        goes on where another text with the same beginning went on.
+        `after` is the last page of the caller. The page that follows it is preferred, because consecutive
+        pages are read as one; with `evicts`, even if that page is remembered. Callers with shared pages set
+        `evicts`: the page after a shared one often holds another text with the same beginning.
         """
         if count > self.num_available:
             return None
@@ -93,7 +92,7 @@ class PagePool:
         self._num_freed = 0
 
     def hashes(self, tokens: Sequence[int]) -> list[bytes]:
-        """One for each full page of a text: of all its tokens up to the page's end."""
+        """One hash for each full page of a text, over all tokens up to the end of that page."""
         found, digest, numbers = [], b"", memoryview(array("q", tokens)).cast("B")
         size = 8 * self.size
         for start in range(0, len(numbers) - size + 1, size):
@@ -104,7 +103,7 @@ class PagePool:
         return found
 
     def share(self, hashes: Sequence[bytes]) -> list[int]:
-        """The pages that hold the beginning of a text with these hashes, as many as there are."""
+        """The remembered pages of a text's beginning, up to the first hash that is not known."""
         pages: list[int] = []
         for one in hashes:
             page = self._pages.get(one)
@@ -117,30 +116,30 @@ class PagePool:
         return pages
 
     def promise(self, hashes: Iterable[bytes]) -> None:
-        """Say that pages with these hashes are being computed, so that others can wait for them."""
+        """Note that pages with these hashes are being computed, so that other sequences can wait for them."""
         self._promised.update(hashes)
 
     def withdraw(self, hashes: Iterable[bytes]) -> None:
-        """Take a promise back: the pages are there, or will not be."""
+        """End a promise: the pages are ready, or will never be."""
         for one in hashes:
             self._promised[one] -= 1
             if self._promised[one] <= 0:
                 del self._promised[one]
 
     def is_promised(self, one: bytes) -> bool:
-        """Whether somebody computes this page now."""
+        """Whether a sequence computes this page now."""
         return one in self._promised
 
     def remember(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Let others share these full pages, which have these hashes and are not written any more."""
+        """Let other sequences share these full pages. From now on, no one may write them."""
         for page, one in zip(pages, hashes, strict=False):
             if page not in self._hashes and one not in self._pages:
                 self._hashes[page] = one
                 self._pages[one] = page
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back, which are in the order of their text."""
-        for page in reversed(pages):  # so that a text's end is given up before its beginning
+        """Give pages back; they are in the order of their text."""
+        for page in reversed(pages):  # so that the end of a text is evicted before its beginning
             self._holders[page] -= 1
             if self._holders[page]:
                 continue
@@ -151,7 +150,7 @@ class PagePool:
                 self._set_free(page)
 
     def forget_all(self) -> None:
-        """Forget all texts; what is held stays with its holders."""
+        """Forget all texts; sequences keep the pages that they hold."""
         for page in list(self._unheld):
             self._forget(page)
         self._hashes.clear()

@@ -192,7 +192,7 @@ class _FusedDrafting(_Drafting):
 
     def hidden(self, level: range, depth: int, feature: Tensor | None) -> Tensor:
         from longspec.kernels.embed import embed_level
-        from longspec.kernels.norm import Stream
+        from longspec.kernels.norm import Residual
         from longspec.models.fused import FusedOps, factor_for
 
         table, ops = self.models.target.embedding, FusedOps()
@@ -201,7 +201,7 @@ class _FusedDrafting(_Drafting):
             at = self.positions[:, :1].contiguous()
             positions, entries = self.positions, self.entries
             x, total = ops.embed(self.newest, table, feature, self.draft.reader)
-            stream = Stream(total.x[:, :1])
+            stream = Residual(total.x[:, :1])
         else:
             tokens = self.tree[0][:, level.start : level.stop]
             factor = factor_for(self.draft.reader, tokens.numel())

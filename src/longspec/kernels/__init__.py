@@ -1,5 +1,5 @@
 """Triton kernels: each module has private kernels and thin launchers.
 
-Nothing here asks the device for a value: grids are fixed by shapes, lengths are read by the kernels. So
-every launcher can be captured in a CUDA graph.
+The host never reads a value from the device: grids depend on shapes only, and the kernels read the lengths.
+So a CUDA graph can capture every launcher.
 """

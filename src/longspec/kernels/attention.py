@@ -1,10 +1,10 @@
-"""Attention of a few queries per row over a long KV cache: two launches at most, whatever the lengths.
+"""Attention of a few queries per row over a long KV cache: at most two launches, whatever the lengths are.
 
-The cache is pages that all rows share (see `longspec.kernels.pages`). The first launch cuts each row's prefix
-into parts and attends to each; the query heads that share a KV head are rows of one tile, so a key is read
-once for all of them. The second attends to the new nodes, which come right behind the prefix, and merges that
-with the parts by their lse. Only the kernels read how long the prefix is: the grid follows the shapes, and a
-program without work ends at once.
+The cache consists of pages that all rows share (`longspec.kernels.pages`). The first launch cuts each row's
+prefix into parts and attends to each part. The query heads that share a KV head are rows of one tile, so a
+key is read once for all of them. The second launch attends to the new nodes, which follow the prefix, and
+merges the result with the parts by their lse. Only the kernels read the length of the prefix: the grid
+depends on shapes, and a program without work ends at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from longspec.kernels.tiling import (
     precision,
 )
 
-# Rows of a program that merges: the least that `tl.dot` takes.
+# Rows of a merging program: the smallest number that `tl.dot` accepts.
 MERGE_ROWS = 16
 _UNBOUNDED = 2**31 - 1
 
@@ -38,12 +38,12 @@ _UNBOUNDED = 2**31 - 1
 def absorb(
     q, k, v, visible, high, total, acc, scale, PRECISION: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:  # fmt: skip
-    """One more tile of keys: `high` is the largest score so far, times `scale`, a power of two's exponent."""
+    """Add one tile of keys (online softmax in base 2): `high` is the largest score so far, times `scale`."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(visible, scores, -float("inf"))
     higher = tl.maximum(high, tl.max(scores, 1) * scale)
-    # A row that has seen nothing yet: -inf less -inf would be nan.
+    # For a row that has seen nothing yet, -inf - -inf would be nan.
     base = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher
     weights = tl.exp2(scores * scale - base[:, None])
     fade = tl.exp2(high - base)
@@ -54,10 +54,10 @@ def absorb(
 
 @triton.jit
 def _parts(length, window, num_splits, UNIT: tl.constexpr, OWN: tl.constexpr):
-    """Where the last `window` entries of the prefix begin, the start of the tile they begin in, where they
-    end, and how many entries one part takes from that tile's start on.
+    """Where the last `window` entries of the prefix begin, where the tile with that entry begins, where they
+    end, and how many entries one part has, counted from the start of that tile.
 
-    With OWN they end behind the entry of a lone query itself.
+    With OWN there is one query, and its own entry is the last one.
     """
     begin = tl.maximum(length - window, 0)
     aligned = begin // UNIT * UNIT
@@ -68,7 +68,7 @@ def _parts(length, window, num_splits, UNIT: tl.constexpr, OWN: tl.constexpr):
 
 @triton.jit
 def query_offsets(row, head, stride_t, stride_h, group) -> tl.tensor:
-    """Where the folded rows of a KV head stand: row r is query r // group of the group's head r % group."""
+    """The offsets of a KV head's folded rows: row r is query r // group of the group's head r % group."""
     return (row // group) * stride_t + (head * group + row % group) * stride_h
 
 
@@ -77,8 +77,8 @@ def _tile_at(
     box, at, stride, layer, head, place, valid,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BOXES: tl.constexpr, EDGE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The tile of keys or values at `place`, by its descriptor or from where the head's own begin; with EDGE
-    the valid ones, and anything in place of the others."""
+    """The tile of keys or values at `place`, loaded with its descriptor or from the head's pointer. With EDGE
+    only the valid entries are correct; the others are arbitrary."""
     if BOXES:
         return box.load([layer, head, place, 0]).reshape([BLOCK_S, BLOCK_D])
     else:
@@ -95,14 +95,13 @@ def _absorb_edge(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PAGE: tl.constexpr, BOXES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of the tile from entry `first` on, in page `number`, the entries from `low` on that come before
-    `end`."""
+    """Add entries `low` to `end` (exclusive) of the tile that begins at entry `first` in page `number`."""
     entry = first + tl.arange(0, BLOCK_S)
     valid = (entry >= low) & (entry < end)
     place = number * PAGE + first % PAGE
     key = _tile_at(k, keys, k_s, layer, head, place, valid, D, BLOCK_D, BLOCK_S, BOXES, True)
     value = _tile_at(v, values, v_s, layer, head, place, valid, D, BLOCK_D, BLOCK_S, BOXES, True)
-    # The other values may be nan, which a weight of 0 would let through.
+    # The other values may be nan, and 0 * nan is nan.
     value = tl.where(valid[:, None], value, 0.0)
     return absorb(query, key, value, valid[None, :], high, total, acc, scale, PRECISION, True)
 
@@ -121,12 +120,12 @@ def _prefix_kernel(
     PAGE: tl.constexpr, LINE: tl.constexpr, BOXES: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
     OWN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """With BOXES k and v are descriptors of keys and values, so that whole tiles are copied by the hardware;
-    what is outside reads as 0. With WHOLE there is one part, and its result is the whole one.
+    """With BOXES, k and v are descriptors of keys and values: the hardware copies whole tiles, and reads 0
+    outside. With WHOLE there is only one part, and its result is the final one.
 
-    A tile begins at a multiple of BLOCK_S, which divides PAGE, so that it lies in one page.
+    A tile begins at a multiple of BLOCK_S, which divides PAGE, so a tile is always within one page.
     """
-    # Tiles of the same keys are neighbours, so that they find them in the L2 cache.
+    # Programs that read the same keys are neighbours, so that the keys are in the L2 cache.
     tile, split, problem = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = problem // heads, problem % heads
     layer, theirs = head // layer_heads, head % layer_heads
@@ -134,12 +133,12 @@ def _prefix_kernel(
     begin, aligned, behind, share = _parts(length, window, num_splits, BLOCK_S, OWN)
     start = aligned + split * share
     tables += b.to(tl.int64) * tables_b
-    # Clamped, because a part without work would read beyond the table.
+    # Clamped, because a part without work would read past the table.
     number = tl.load(tables + tl.minimum(start, tl.maximum(behind - 1, 0)) // PAGE)
     keys += layer.to(tl.int64) * k_l + theirs.to(tl.int64) * k_h
     values += layer.to(tl.int64) * v_l + theirs.to(tl.int64) * v_h
     if OVERLAP:
-        # The prefix is older than the last kernel: its first tile comes while the queries are being made.
+        # Earlier kernels wrote the prefix, so its first tile can be fetched while the queries are computed.
         entry = number.to(tl.int64) * PAGE + start % PAGE + tl.arange(0, BLOCK_S)
         line = tl.arange(0, BLOCK_D // LINE) * LINE
         fetch(keys + (entry * k_s)[:, None] + line[None, :], OVERLAP)
@@ -164,7 +163,7 @@ def _prefix_kernel(
                 query, k, v, keys, values, k_s, v_s, layer, theirs, tl.load(tables + first // PAGE),
                 first, 0, last, high, total, acc, scale, D, BLOCK_D, BLOCK_S, PAGE, BOXES, PRECISION,
             )  # fmt: skip
-    # The window may begin inside its first tile, of which what comes before does not count.
+    # The window may begin in the middle of its first tile.
     if WINDOW and start < begin:
         high, total, acc = _absorb_edge(
             query, k, v, keys, values, k_s, v_s, layer, theirs, number, start, begin, end,
@@ -175,7 +174,7 @@ def _prefix_kernel(
     edge = start + (end - start) // BLOCK_S * BLOCK_S
     for first in tl.range(start, edge, BLOCK_S):
         place = number * PAGE + first % PAGE
-        # The next tile's page is asked for now, so that it is known when its turn comes.
+        # Load the page number of the next tile now, so that the next iteration does not wait for it.
         number = tl.load(tables + tl.minimum(first + BLOCK_S, end - 1) // PAGE)
         key = _tile_at(k, keys, k_s, layer, theirs, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
         value = _tile_at(v, values, v_s, layer, theirs, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
@@ -198,7 +197,7 @@ def _prefix_kernel(
 def load_parts(
     part_out, part_lse, first, num_parts, at, row, num_rows, d, D: tl.constexpr, PARTS: tl.constexpr
 ) -> tl.tuple:  # fmt: skip
-    """Results of PARTS parts from `first` on; those beyond the last weigh nothing."""
+    """The results of PARTS parts from `first` on; parts past the last one get weight 0."""
     part = first + tl.arange(0, PARTS)
     place = (at + part)[:, None] * num_rows + row[None, :]
     mask = (part < num_parts)[:, None] & (row < num_rows)[None, :]
@@ -209,7 +208,7 @@ def load_parts(
 
 @triton.jit
 def absorb_parts(lses, outs, high, total, acc) -> tl.tuple:
-    """Some more parts: their lses, and their results by those."""
+    """Add the results of more parts, weighted by their lses."""
     higher = tl.maximum(high, tl.max(lses, 0))
     base = tl.where(higher == -float("inf"), 0.0, higher)
     weights = tl.exp2(lses - base[None, :])
@@ -228,9 +227,9 @@ def _merge_kernel(
     SLICE: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, NODES: tl.constexpr,
     TREE: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """SLICE numbers of each head's result: the scores are had again for each slice, being few.
+    """Compute SLICE numbers of each head's result. Each slice computes the few scores again.
 
-    Queries and nodes were there before the first launch: they are attended to while that runs.
+    Queries and nodes were written before the first launch, so this kernel attends to them while that runs.
     """
     tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, head = problem // heads, problem % heads
@@ -250,7 +249,7 @@ def _merge_kernel(
         k += head * k_h
         v += head * v_h
         tables += b * tables_b
-        # Of a chain, what comes behind a tile's last query is seen by none of its queries.
+        # In a chain, no query of a tile sees nodes after the tile's last query.
         num_seen = num_nodes if TREE else tl.minimum(num_nodes, (tile * BLOCK_R + BLOCK_R - 1) // group + 1)
         for first in tl.range(0, num_seen, BLOCK_N):
             node = first + tl.arange(0, BLOCK_N)
@@ -279,8 +278,8 @@ def _merge_kernel(
 def write_rows(
     out, lse, b, head, row, d, high, total, acc, num_rows, heads, group, D: tl.constexpr
 ) -> None:  # fmt: skip
-    """Put a tile of results, [B, T, H, D] and [B, T, H]; a row that saw nothing gets 0 and -inf."""
-    # Folded rows are the queries' heads of one KV head: T is num_rows / group.
+    """Write a tile of results, [B, T, H, D] and [B, T, H]; a row that saw nothing gets 0 and -inf."""
+    # Folded rows are T queries times the `group` heads of one KV head, so T is num_rows / group.
     first = b * (num_rows // group) * heads * group
     place = first + query_offsets(row, head, heads * group, 1, group)
     result = acc / tl.where(total == 0, 1.0, total)[:, None]
@@ -306,16 +305,16 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Queries q [B, T, H, D] over pages of KV k, v [K, S, D]: `out` like q, and `lse` fp32 [B, T, H].
 
-    `tables`, int32 [B, M], say where a row's entries stand (see `longspec.kernels.pages`). Each query sees
-    the row's first `lengths` [B] entries, or of those only the first `sinks` and the last `window`. With
-    `nodes` it also sees, of the T entries right behind them, those that `tree`, bool [T, T] or [B, T, T],
-    allows it; without a tree, those up to its own. The rest is for tuning.
+    `tables`, int32 [B, M], give the pages of each row (`longspec.kernels.pages`). Each query sees the row's
+    first `lengths` [B] entries; with a `window`, only the first `sinks` and the last `window` of them. With
+    `nodes` it also sees those of the next T entries that `tree`, bool [T, T] or [B, T, T], allows, or without
+    a tree those up to its own. `tiling` and `num_splits` are for tuning.
 
-    Without nodes, k and v may be those of several layers, [C, K, S, D]: of the H heads the first H / C
-    then attend to the first layer, and so on.
+    Without nodes, k and v may hold several layers, [C, K, S, D]. Then the first H / C of the H heads attend
+    to the first layer, the next H / C to the second, and so on.
     """
     B, T, H, D = q.shape
-    assert k.ndim == 3 or not nodes, "nodes stand in the pages of one layer"
+    assert k.ndim == 3 or not nodes, "with nodes, k and v are those of one layer"
     check_tables(tables, page)
     k, v = (part if part.ndim == 4 else part[None] for part in (k, v))
     K, capacity = k.shape[0] * k.shape[1], tables.shape[1] * page
@@ -323,12 +322,12 @@ def attend(
     tiling = tiling or choose_tiling(num_rows, D, q.dtype, q.device)
     num_tiles = triton.cdiv(num_rows, tiling.num_rows)
     last = _UNBOUNDED if window is None else window
-    assert last > 0, "a window has one entry at least"
+    assert last > 0, "a window has at least one entry"
     if num_splits is None:
         num_programs, longest = num_tiles * B * K, min(capacity, last)
         num_splits, tiling = _choose_parts(num_programs, longest, tiling, D, q.dtype, q.device)
-    assert page % tiling.num_keys == 0, f"a page of {page} entries is no whole number of {tiling}'s tiles"
-    # A query alone sees all up to its own entry, which may as well count as prefix.
+    assert page % tiling.num_keys == 0, f"a page of {page} entries is not a multiple of the tile of {tiling}"
+    # A single query sees everything up to its own entry, so that entry counts as prefix.
     own = nodes and T == 1
     whole = num_splits == 1 and (own or not nodes)
     part_out, part_lse = parts_like(q, 0 if whole else num_splits)
@@ -338,7 +337,7 @@ def attend(
     whole_tiles = (TensorDescriptor.from_tensor(part, box) if boxes else part for part in (k, v))
     mask, mask_strides = q, (0, 0)
     if tree is not None:
-        # Made before the first launch: the second reads it early.
+        # Before the first launch, because the second kernel reads it before it waits for the first.
         mask = tree.contiguous().view(torch.uint8)
         mask_strides = (T * T if tree.ndim == 3 else 0, T)
     _prefix_kernel[(num_tiles, num_splits, B * K)](
@@ -368,41 +367,41 @@ def attend(
 def _choose_parts(
     num_programs: int, capacity: int, tiling: Tiling, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[int, Tiling]:
-    """As `choose_splits`, and so many that one long row beside short ones is shared by several programs; and
-    the tiling for so many parts."""
+    """The number of parts and the tiling for it: at least as many parts as `choose_splits` gives, and enough
+    that several programs share a single long row."""
     least = min(8, triton.cdiv(capacity, 8192))
     num_splits = max(least, choose_splits(num_programs, capacity, tiling, device))
     sms, shared = gpu_size(device)
     if least > 1 and tiling.num_rows == 16 and num_programs * num_splits >= 2 * sms:
-        # Short parts begin and end often. Two programs on a multiprocessor hide that from each other.
+        # Short parts start and end often. Two programs on one multiprocessor hide each other's latency.
         while 2 * tiling.num_bytes(head_dim, dtype) > shared and tiling.num_keys > 16:
             tiling = replace(tiling, num_keys=tiling.num_keys // 2)
     return num_splits, tiling
 
 
 def results_like(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Where `out` and `lse` of these queries go."""
-    assert q.stride(3) == 1, "a head's numbers must lie side by side"
+    """Uninitialised `out` and `lse` for these queries."""
+    assert q.stride(3) == 1, "the numbers of a head must be contiguous"
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def parts_like(q: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
-    """Where so many parts' results of these queries go, and their lse by powers of two."""
+    """Uninitialised results of `num_parts` parts for these queries, and their lse in base 2."""
     num_rows = num_parts * q.shape[0] * q.shape[1] * q.shape[2]
     return q.new_empty(num_rows, q.shape[3], dtype=torch.float32), q.new_empty(num_rows, dtype=torch.float32)
 
 
 def padded(head_dim: int) -> int:
-    """The width of tiles: a power of two, and 16 at least, as `tl.dot` wants it."""
+    """The width of tiles: a power of two and at least 16, as `tl.dot` requires."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
 def score_scale(head_dim: int) -> float:
-    """What turns a score into a power of two's exponent."""
+    """1 / sqrt(head_dim), times log2(e) because the kernels use powers of two."""
     return 1.4426950408889634 / head_dim**0.5
 
 
 def _node_block(num_nodes: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Nodes that are attended to at a time; 16 is the least that `tl.dot` takes."""
+    """How many nodes are attended to at a time; `tl.dot` needs at least 16."""
     most = 16 if dtype == torch.float32 else 32 if head_dim > 128 else 64
     return max(16, min(most, triton.next_power_of_2(num_nodes)))

@@ -1,15 +1,15 @@
-"""Choosing tokens on the device, as `longspec.decoding.choose` does: without a sort, nothing read back.
+"""Choose tokens on the device, as `longspec.decoding.choose` does, without a sort and without the host.
 
-Each row has its own settings, which are data on the device: one sequence of launches serves rows that are
-greedy and rows that are sampled in any way, and a row that does not need a launch leaves it at once.
+Each row has its own settings, which are data on the device. So the same launches serve greedy rows and
+sampled rows with any settings; a row that does not need a launch leaves it at once.
 
-The vocabulary is cut into parts, a program each, that do one of these at a time: find the best score; add the
-noise and pick; sum what lies above the token that was picked.
+The vocabulary is cut into parts with one program each. A launch does one of three things: find the best
+score; add the noise and pick a token; sum the probability above the picked token.
 
-The last is all that top-p needs. A token drawn from the whole vocabulary is what a draw among the kept would
-give if it is one of them, and it is if what lies above it does not reach p. If it is not, neither is anything
-below it, and the draw is repeated among what is better; at p = 0.9 that happens to one token in ten at most.
-Top-k, which keeps little, looks for the least score that it keeps (see `longspec.kernels.narrow`).
+The third is all that top-p needs. Draw a token from the whole vocabulary. If the probability above it is less
+than p, top-p keeps it, and it is the same token that a draw among the kept tokens would give. Otherwise top-p
+drops it and everything below it, and the draw is repeated among the better tokens. At p = 0.9 this happens
+for at most one token in ten. Top-k keeps few tokens; `longspec.kernels.narrow` finds the lowest kept score.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _DRAWS = 4
 
 
 class RowSampling(Protocol):
-    """How the tokens of B sequence rows are chosen: tensors [B] on the device."""
+    """The sampling settings of B sequence rows: tensors [B] on the device."""
 
     @property
     def temperature(self) -> Tensor:
-        """fp32; 0 is greedy, whatever the filters say."""
+        """fp32; 0 is greedy, whatever the other settings are."""
 
     @property
     def top_k(self) -> Tensor:
-        """int64; 0, or the vocabulary's size and above, is off."""
+        """int64; off if 0 or at least the size of the vocabulary."""
 
     @property
     def top_p(self) -> Tensor:
@@ -51,11 +51,11 @@ class RowSampling(Protocol):
 
     @property
     def penalty(self) -> Tensor:
-        """fp32, for tokens that occurred before; 1 is off."""
+        """The repetition penalty, fp32; 1 is off."""
 
     @property
     def seen(self) -> Tensor | None:
-        """Which tokens occurred before, bool [B, V]; without it no row has a penalty."""
+        """Which tokens occurred before, bool [B, V]; None if no row has a penalty."""
 
 
 @launched
@@ -64,11 +64,11 @@ def _peak_kernel(
     given, peaks, leasts, edges, settled, repeat, depth,
     BLOCK: tl.constexpr, PENALTY: tl.constexpr, PATH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The best score of each part of a sampled row; and where the search for the row's token begins."""
+    """The best score of each part of a sampled row; also sets the start values of the row's search."""
     await_turn(OVERLAP)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if part == 0:
-        # All tokens below this together have less than what top-p leaves out; a little less, for rounding.
+        # All tokens below this score together have less than 1 - top_p. The 0.01 allows for rounding.
         left_out = 1 - tl.load(given.top_p + row // repeat)
         edge = tl.log(tl.maximum(left_out, 1e-30) / given.size) - 0.01
         tl.store(leasts + row, -float("inf"))
@@ -82,25 +82,25 @@ def _peak_kernel(
 
 @triton.jit
 def _cuts_mass(given, row, repeat):
-    """Whether a row's candidate must be checked, because top-p may not keep it."""
+    """Whether a row's candidate must be checked, because top-p might drop it."""
     return is_sampled(given, row, repeat) & (tl.load(given.top_p + row // repeat) < 1)
 
 
 @triton.jit
 def _log_min_p(given, row, repeat):
-    """The least score that min-p keeps; -inf where it is off."""
+    """The lowest score that min-p keeps; -inf if it is off."""
     share = tl.load(given.min_p + row // repeat)
-    # In fp64, so that it is rounded as the host would round it.
+    # In fp64, so that it is rounded as on the host.
     least = tl.log(tl.where(share > 0, share, 1.0).to(tl.float64)).to(tl.float32)
     return tl.where(share > 0, least, -float("inf"))
 
 
 @triton.jit
 def _drawn(score, edge, least, seed, position, i, size, BLOCK: tl.constexpr):
-    """Score and noise of tokens `i` above the edge, as far as the filters keep them; -inf for others."""
+    """Score plus noise of those tokens `i` above the edge that the filters keep; -inf for the others."""
     kept = (score > edge) & (score >= least) & (i < size)
     value = tl.full([BLOCK], -float("inf"), tl.float64)
-    # The filters leave most parts with nothing, and noise is the most costly thing here.
+    # The filters leave most parts empty, and noise is the most expensive step here.
     if tl.max(kept.to(tl.int32), 0) > 0:
         value = tl.where(kept, score.to(tl.float64) + gumbel(seed + i * 0, position + i * 0, i), value)
     return value
@@ -108,14 +108,14 @@ def _drawn(score, edge, least, seed, position, i, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mass(score, edge, least):
-    """The probability above the edge and in all, of scores that top-k has kept; up to the row's factor."""
+    """The unnormalised probability above the edge and in total, of scores that top-k keeps."""
     weight = tl.where(score >= least, tl.exp(score), 0.0)
     return tl.sum(tl.where(score > edge, weight, 0.0), 0), tl.sum(weight, 0)
 
 
 @triton.jit
 def _holds(given, masses, row, num_parts, repeat, PARTS: tl.constexpr):
-    """Whether top-p keeps a row's candidate: what lies above it is not enough."""
+    """Whether top-p keeps a row's candidate: the probability above it is less than p."""
     part = tl.arange(0, PARTS)
     at, real = masses + (row * num_parts + part) * 2, part < num_parts
     above, whole = tl.load(at, mask=real, other=0.0), tl.load(at + 1, mask=real, other=0.0)
@@ -141,8 +141,8 @@ def _pick_kernel(
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PENALTY: tl.constexpr, PATH: tl.constexpr,
     SAMPLED: tl.constexpr, AGAIN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The best token of a part. AGAIN: for rows alone whose candidate does not hold, among what is better;
-    which rows were settled before is read, and which are now is written."""
+    """The best token of a part. With AGAIN only for rows whose candidate was dropped, among better tokens:
+    `settled` says which rows were done before, and `settling` is set to which are done now."""
     await_turn(OVERLAP)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     needed = True
@@ -154,7 +154,7 @@ def _pick_kernel(
             tl.store(settling + row, tl.where(needed, 0, 1))
     if needed:
         i = part * BLOCK + tl.arange(0, BLOCK)
-        # Scores of a greedy row decide by themselves.
+        # A greedy row has no noise.
         value = tl.full([BLOCK], -float("inf"), tl.float64)
         chance = SAMPLED
         if SAMPLED:
@@ -182,7 +182,7 @@ def _check_kernel(
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PENALTY: tl.constexpr, PATH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A part's share of what top-p must know about the row's candidate; a row without top-p has its token."""
+    """A part's share of the sums that top-p needs for the row's candidate; also writes the row's token."""
     await_turn(OVERLAP)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     cuts = _cuts_mass(given, row, repeat)
@@ -198,7 +198,7 @@ def _check_kernel(
             i = part * BLOCK + tl.arange(0, BLOCK)
             score = scaled(given, row, i, peak, repeat, depth, PENALTY, PATH)
             above, whole = _mass(score, edge, tl.load(leasts + row))
-            # Of scores that are none, nothing is better than any of them.
+            # If all scores are -inf or nan, accept the candidate.
             above = tl.where(most == -float("inf"), -1.0, above)
             place = (row * tl.num_programs(0) + part) * 2
             tl.store(masses + place, above)
@@ -212,7 +212,7 @@ def _finish_kernel(
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PENALTY: tl.constexpr, PATH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Go on, a program for a row, until a candidate holds."""
+    """Repeat the draw, with one program per row, until top-p keeps a candidate."""
     await_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     holds = (tl.load(settled + row) != 0) | (not _cuts_mass(given, row, repeat))
@@ -264,15 +264,15 @@ def choose_tokens(
 ) -> Tensor:
     """The token of each row, int64 [R]: what `longspec.decoding.choose.choose` gives with the row's settings.
 
-    logits are fp32 [R, V], whose rows lie in one piece each; row r belongs to sequence row r // (R / B) of
-    `sampling` and of seeds, int64 [B]. positions are int64 [R], and the chosen tokens stand `ahead` of them.
-    Not `sampled`: all rows are greedy and without a penalty, and nothing else is read of them.
+    logits are fp32 [R, V] with contiguous rows; row r belongs to sequence row r // (R / B) of `sampling` and
+    of seeds, int64 [B]. positions are int64 [R]; the chosen tokens are `ahead` positions after them. If not
+    `sampled`, all rows are greedy without a penalty, and their settings are not read.
 
-    `path`, for trees: the nodes' tokens and parents, int64 [B, N] with N = R / B, and the most steps to the
-    root. The tokens of a row's node and of its ancestors then count as seen, too.
+    `path` is for trees: the nodes' tokens and parents, int64 [B, N] with N = R / B, and the largest depth.
+    Then the tokens of a row's node and of its ancestors count as seen, too.
     """
     (R, V), device = logits.shape, logits.device
-    assert logits.dtype == torch.float32, "scores are fp32, or near ones would tie"
+    assert logits.dtype == torch.float32, "scores must be fp32: rounded ones would often tie"
     assert logits.stride(1) == 1
     repeat = R // seeds.shape[0]
     marks = sampling.seen.view(torch.uint8) if sampled and sampling.seen is not None else None
@@ -298,11 +298,11 @@ def choose_tokens(
         return out
     peaks, masses = logits.new_empty(R, num_parts), logits.new_empty(R, num_parts, 2)
     leasts, edges = logits.new_empty(2, R).unbind(0)
-    # One for each turn: what a turn writes must not be what others read in it.
+    # One row for each turn, because a turn must not write what other programs still read in that turn.
     settled = torch.empty(_DRAWS, R, dtype=torch.int32, device=device)
     _peak_kernel[grid](given, peaks, leasts, edges, settled[0], repeat, depth, **blocks)
     keep_top_k(given, peaks, leasts, repeat, depth, blocks)
-    # One seed for all may have been expanded rather than copied.
+    # Seeds may be one expanded number.
     chance = (seeds.contiguous(), positions.contiguous(), peaks, leasts, edges, masses)
     for turn in range(_DRAWS):
         _pick_kernel[grid](

@@ -1,4 +1,4 @@
-"""Moving the accepted path's keys and values into place, for all layers in one launch."""
+"""Move the keys and values of the accepted path to the end of the prefix, for all layers in one launch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _commit_kernel(
     node = tl.load(path + b * num_steps + step, mask=kept, other=0)
     tables += b * tables_b
     source, goal = place_of(tables, first + node, kept, PAGE), place_of(tables, first + step, kept, PAGE)
-    # What stands where it belongs, the root for one, is left alone.
+    # Entries that are already in place, such as the root's, do not move.
     moved = (kept & (node != step))[:, None] & (d < D)[None, :]
     keys += layer * k_l + head * k_h
     values += layer * v_l + head * v_h
     key = tl.load(keys + (source * k_s)[:, None] + d[None, :], mask=moved)
     value = tl.load(values + (source * v_s)[:, None] + d[None, :], mask=moved)
-    # One entry's place may be another's source: all is read before anything is written.
+    # Read everything before the first write, because one entry's goal may be another entry's source.
     tl.debug_barrier()
     tl.store(keys + (goal * k_s)[:, None] + d[None, :], key, mask=moved)
     tl.store(values + (goal * v_s)[:, None] + d[None, :], value, mask=moved)
@@ -49,7 +49,7 @@ def commit_path(
 ) -> None:
     """Move a row's entries lengths + path[i] in keys and values [L, K, S, D] to lengths + i, i < num_kept.
 
-    lengths and num_kept are int64 [B], path int64 [B, P], tables int32 [B, M] (see `longspec.kernels.pages`).
+    lengths and num_kept are int64 [B], path int64 [B, P], tables int32 [B, M] (`longspec.kernels.pages`).
     The lengths are not changed.
     """
     check_tables(tables, page)

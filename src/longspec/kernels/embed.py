@@ -1,4 +1,4 @@
-"""Rows of a table in one launch, and where they stand."""
+"""Embed tokens in one launch; for a level of a tree, also compute positions and entries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.launch import await_turn, launched, overlap
-from longspec.kernels.norm import MOST_ROWS, Ahead, Stream
+from longspec.kernels.norm import MOST_ROWS, Ahead, Residual
 
 _BLOCK = 1024
 
@@ -43,9 +43,9 @@ def _embed_kernel(
 
 def embed(
     tokens: Tensor, table: Tensor, added: Tensor | None = None, factor: Tensor | None = None
-) -> tuple[Stream, Stream]:
-    """The rows of table [V, E] that tokens, int64 [B, T], name, [B, T, E]; and their sum with `added`
-    [B, 1, E], or themselves again. With `factor`, the weight of a norm to come, the first has `ahead`."""
+) -> tuple[Residual, Residual]:
+    """The rows [B, T, E] of table [V, E] for tokens, int64 [B, T]; and the same plus `added` [B, 1, E]. With
+    `factor`, the weight of the norm that follows, the first has `ahead`."""
     return _launch(tokens, table, added, factor, None)
 
 
@@ -55,11 +55,11 @@ def embed_level(
     added: Tensor | None,
     factor: Tensor | None,
     level: tuple[Tensor, int, int],
-) -> tuple[Stream, Stream, Tensor, Tensor]:
-    """As `embed`, for nodes of a tree that stand one behind the other among the entries of a cache; also
-    where they stand in the text, and among the entries: int64 [B, T] each.
+) -> tuple[Residual, Residual, Tensor, Tensor]:
+    """As `embed`, for the nodes of one level of a tree, which have consecutive entries in a cache. Also
+    returns their positions in the text and their entries, int64 [B, T] each.
 
-    `level` is the lengths [B] of what the tree follows, how deep the nodes are, and the first one's entry.
+    `level` is the lengths [B] of the prefix, the depth of the nodes, and the entry of the first node.
     """
     positions, entries = torch.empty(2, *tokens.shape, dtype=torch.int64, device=tokens.device).unbind(0)
     return *_launch(tokens, table, added, factor, (*level, positions, entries)), positions, entries
@@ -71,9 +71,9 @@ def _launch(
     added: Tensor | None,
     factor: Tensor | None,
     level: tuple[Tensor, int, int, Tensor, Tensor] | None,
-) -> tuple[Stream, Stream]:
+) -> tuple[Residual, Residual]:
     (B, T), size = tokens.shape, table.shape[1]
-    assert tokens.stride(1) == 1 or T == 1, "a row's tokens must lie side by side"
+    assert tokens.stride(1) == 1 or T == 1, "the tokens of a row must be contiguous"
     out = torch.empty(B, T, size, dtype=table.dtype, device=table.device)
     total = out if added is None else torch.empty_like(out)
     num_parts = triton.cdiv(size, _BLOCK)
@@ -85,4 +85,4 @@ def _launch(
         BLOCK=_BLOCK, MOST=MOST_ROWS, ADD=added is not None, AHEAD=ahead is not None, LEVEL=level is not None,
         **overlap(table.device),
     )  # fmt: skip
-    return Stream(out, ahead=ahead), Stream(total)
+    return Residual(out, ahead=ahead), Residual(total)

@@ -1,11 +1,12 @@
-"""How kernels are launched: while the one before still runs, and compiled side by side.
+"""How kernels are launched: each starts while the previous one still runs, and they are compiled in parallel.
 
-A step of a small model is some hundred short kernels in a row. On Hopper and later each may be started early:
-it prepares what does not depend on the others, waits until the last one is done, and then lets the next one
-in. So whatever was written two kernels before, or earlier, is there from the beginning.
+A step of a small model is some hundred short kernels, one after the other. On Hopper and later a kernel may
+start early (programmatic dependent launch): it does what does not depend on the previous kernel, waits until
+that one is done, and then lets the next kernel start. So what was written two or more kernels before can be
+read from the beginning.
 
-A kernel is compiled when it is first launched, while the next one waits. `compile_for` goes ahead and has all
-that some work launches compiled at the same time.
+Triton compiles a kernel at its first launch, one after the other. `compile_for` compiles all kernels of some
+work at the same time.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longspec.kernels.tiling import is_hopper
 
-# Each compilation takes a processor, and some hundred megabytes.
+# Each compilation needs a processor and some hundred megabytes.
 _MOST_AT_ONCE = 16
 _only_compiling = ContextVar("_only_compiling", default=False)
 
 
 class launched:
-    """Decorates a kernel that the host launches, by `kernel[grid](...)`, so that `compile_for` finds it."""
+    """Decorates a kernel that the host launches with `kernel[grid](...)`, so that `compile_for` finds it."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -44,12 +45,12 @@ class launched:
 
 
 def compile_for(works: Iterable[Callable[[], object]]) -> None:
-    """Compile the kernels that the works launch, side by side; the works run, but the kernels do not.
+    """Compile the kernels that the works launch, in parallel. The works run, but the kernels do not.
 
-    What they would have written stays as it is, or is arbitrary where it was just allocated: no work is fit
-    for this that looks something up by their results.
+    So the kernels' outputs keep old or arbitrary values; a work must not use them as an index.
     """
-    # In a context of its own, for others may be launching meanwhile, and an error must leave nothing behind.
+    # In its own context, because other threads may launch at the same time, and an error must not leave the
+    # flag set.
     copy_context().run(_compile, works)
 
 
@@ -63,7 +64,7 @@ def _compile(works: Iterable[Callable[[], object]]) -> None:
 
 @triton.jit
 def await_turn(OVERLAP: tl.constexpr) -> None:
-    """Comes before the first access, in a kernel launched with `overlap`, to what the last one may touch."""
+    """Wait until the previous kernel is done. Call it before the first access to what that one may touch."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -71,9 +72,9 @@ def await_turn(OVERLAP: tl.constexpr) -> None:
 
 @triton.jit
 def fetch(pointers: tl.tensor, OVERLAP: tl.constexpr) -> None:
-    """Have the 128 bytes around each pointer brought into the L2 cache, and wait for nothing.
+    """Start to load the 128 bytes around each pointer into the L2 cache, without waiting.
 
-    It pays before `await_turn`: a kernel that starts early has its weights on the way by then.
+    Useful before `await_turn`: the weights then arrive while the previous kernel still runs.
     """
     if OVERLAP:
         tl.inline_asm_elementwise(
@@ -87,5 +88,5 @@ def fetch(pointers: tl.tensor, OVERLAP: tl.constexpr) -> None:
 
 
 def overlap(device: torch.device) -> dict[str, Any]:
-    """The launch's options: what the GPU can, and what tells the kernel."""
+    """The launch options that let a kernel start early, if the GPU can do that."""
     return {"OVERLAP": True, "launch_pdl": True} if is_hopper(device) else {"OVERLAP": False}

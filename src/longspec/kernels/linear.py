@@ -1,10 +1,9 @@
-"""Matrix products of a few rows, and the small work around them.
+"""Matrix products of a few rows, fused with norm, gate and residual.
 
-Of few rows a product takes as long as its weights take to come from memory, and in a small model less than
-the launches around it. So weights are asked for before it is the kernel's turn, and of a small matrix all of
-them: what is left would come when the product is nearly done, and be waited for. The gate of a feed-forward
-is part of the product that makes it, and so is the residual that a product is added to. In a small model the
-RMSNorm is no launch either (see `longspec.kernels.products`).
+A product of few rows takes as long as loading its weights, and in a small model less than the launches around
+it. So a kernel fetches weights before its turn: all weights of a small matrix, because any that are missing
+would delay its end. The gate of a feed-forward and the residual are part of the product's launch. In a small
+model the RMSNorm has no launch of its own either (`longspec.kernels.products`).
 """
 
 from __future__ import annotations
@@ -17,57 +16,56 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longspec.kernels.launch import overlap
-from longspec.kernels.norm import MOST_ROWS, Ahead, Norm, Stream, norm_stream
+from longspec.kernels.norm import MOST_ROWS, Ahead, Norm, Residual, norm_stream
 from longspec.kernels.products import row_kernel, rows_kernel, split_kernel
 from longspec.kernels.tiling import copies_tiles, gpu_size, precision
 
-# A single row of a small matrix is one tile.
+# The most weights of a small matrix, and the longest row that fits in one tile.
 _SMALL, _LONGEST = 1 << 22, 4096
-_WHOLE = 16  # bytes that the hardware's copying of tiles takes rows by
-# Bytes that come from memory together, and how many such of a large matrix's columns are asked for early.
+_WHOLE = 16  # the hardware copies tiles only if the bytes of a row are a multiple of this
+# Bytes of a cache line, and how many lines of each column of a large matrix are fetched early.
 _LINE, _LINES = 128, 8
 
 
 def few_rows(
-    x: Stream,
+    x: Residual,
     weight: Tensor,
     bias: Tensor | None = None,
     norm: Norm | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
     factor: Tensor | None = None,
-) -> tuple[Stream, Stream]:
-    """x @ weight.T + bias; and x [..., in] itself, with nothing lacking.
+) -> tuple[Residual, Residual]:
+    """x @ weight.T + bias; and the complete x [..., in].
 
-    With `norm` the product is that of the normed x, which alone may lack something. With `gated` the product
-    is gate and up side by side, and silu(gate) * up is returned instead. With `residual` [..., out] what is
-    returned has that added to it; with `factor`, the weight of a norm to come, it has `ahead` (see `folds`).
+    With `norm` it is the product of the normed x; only then may x have a `delta`. With `gated` the product is
+    gate and up side by side, and the result is silu(gate) * up. `residual` [..., out] is added to the result.
+    With `factor`, the weight of the norm that follows, the result has `ahead`.
     """
-    assert x.delta is None or norm is not None, "what x lacks is added by the norm that follows it"
+    assert x.delta is None or norm is not None, "only a norm adds the delta of x"
     value = x.x.contiguous()
     num_in = weight.shape[1]
     if value.numel() == num_in <= _LONGEST and _is_small(weight):
-        return _one_row(Stream(value, x.delta), weight, bias, norm, gated, residual)
+        return _one_row(Residual(value, x.delta), weight, bias, norm, gated, residual)
     squares = None
     if norm is not None and x.ahead is not None:
-        assert x.ahead.factor is norm[0], "what was made ahead was made for another norm"
+        assert x.ahead.factor is norm[0], "`ahead` was made for another norm"
         value, squares = x.ahead.scaled, x.ahead.squares
     elif norm is not None:
         value, x = norm_stream(x, norm)
     eps = 0.0 if norm is None else norm[1]
     out, ahead = _several_rows(value, squares, weight, bias, eps, gated, residual, factor)
-    return Stream(out, ahead=ahead), x
+    return Residual(out, ahead=ahead), x
 
 
 def _one_row(
-    x: Stream,
+    x: Residual,
     weight: Tensor,
     bias: Tensor | None,
     norm: Norm | None,
     gated: bool,
     residual: Tensor | None,
-) -> tuple[Stream, Stream]:
-    """See `few_rows`."""
+) -> tuple[Residual, Residual]:
     num_out, num_in = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     value = x.x
     out = torch.empty(*value.shape[:-1], num_out, dtype=value.dtype, device=value.device)
@@ -82,7 +80,7 @@ def _one_row(
         GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=4,
         **overlap(value.device),
     )  # fmt: skip
-    return Stream(out), Stream(total)
+    return Residual(out), Residual(total)
 
 
 def _several_rows(
@@ -95,7 +93,7 @@ def _several_rows(
     residual: Tensor | None,
     factor: Tensor | None,
 ) -> tuple[Tensor, Ahead | None]:
-    """See `few_rows`; with `squares` the value is `Ahead.scaled`."""
+    """With `squares`, value is `Ahead.scaled`."""
     num_out, num_in = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     num_rows = value.numel() // num_in
     out = torch.empty(*value.shape[:-1], num_out, dtype=value.dtype, device=value.device)
@@ -138,27 +136,27 @@ class _Tile:
     num_rows: int
     num_cols: int
     depth: int
-    """Of what is read at a time, by each split."""
+    """How much of the inner dimension each split reads at a time."""
     num_stages: int
-    """How many of those are under way."""
+    """How many such reads are in flight."""
     num_warps: int
     num_splits: int = 1
-    """Into which the depth is cut."""
+    """The number of parts of the inner dimension, which one program computes at the same time."""
     boxes: bool = False
     """Whether the hardware copies whole tiles."""
 
 
 def _tile(num_rows: int, weight: Tensor, gated: bool) -> _Tile:
-    """What was fastest on an H200, cut down to what the GPU holds."""
+    """The tile that was fastest on an H200, reduced to what the GPU can hold."""
     sms, shared = gpu_size(weight.device)
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    # Where tiles of 32 columns are few enough for all to run at once, each needs more under way.
+    # If all tiles of 32 columns run at once, each needs more reads in flight.
     few, deep = weight.shape[0] <= 32 * sms, weight.shape[1] > 1024
     if weight.dtype == torch.float32:
         tile = _Tile(rows, 16, 32, 4, 4)
     elif _is_small(weight) and rows == 16:
         tile = _Tile(16, 16, 128 if deep else 64, 4, 4, num_splits=4)
-    # The hardware's copying leaves out rows that are none, and takes longer to begin.
+    # Copies by the hardware skip rows that do not exist, but take longer to start.
     elif _is_small(weight) and copies_tiles(weight.device) and (deep or rows == 32):
         tile = _Tile(64, 16, 256, 5, 4, boxes=True) if deep else _Tile(64, 16, 128, 4, 4, boxes=True)
     elif _is_small(weight):
@@ -172,31 +170,31 @@ def _tile(num_rows: int, weight: Tensor, gated: bool) -> _Tile:
 
 
 def _lines(weight: Tensor) -> int:
-    """How many lines of each column's weights are asked for early: of a small matrix, all."""
+    """How many cache lines of each column are fetched early: all of them for a small matrix."""
     every = triton.next_power_of_2(triton.cdiv(weight.shape[1] * weight.itemsize, _LINE))
     return every if _is_small(weight) else _LINES
 
 
 def _is_small(weight: Tensor) -> bool:
-    """Whether its product takes less time than the launches around it."""
+    """Whether the product takes less time than the launches around it."""
     return weight.numel() <= _SMALL
 
 
 def covers(x: Tensor, weight: Tensor) -> bool:
-    """Whether `few_rows` is for this product."""
+    """Whether to use `few_rows` for this product."""
     num_rows = x.numel() // x.shape[-1]
     if _is_small(weight):
         return num_rows <= MOST_ROWS
-    # A library does better by a large matrix where tensor cores do nothing: a single row, and fp32.
+    # Without tensor cores (a single row, or fp32) a library is faster with a large matrix.
     return 1 < num_rows <= MOST_ROWS and x.dtype != torch.float32
 
 
 def folds(num_rows: int, weight: Tensor) -> bool:
-    """Whether `few_rows` of a normed stream wants it with what the norm needs made ahead."""
-    # One row's norm is its product's own work; beside a large product, a launch does not matter.
+    """Whether the kernel that makes the stream should prepare for the norm of `few_rows` (`Ahead`)."""
+    # A single row's product computes the norm itself; next to a large product, a launch does not matter.
     return 1 < num_rows <= MOST_ROWS and _is_small(weight) and _folds(weight.dtype)
 
 
 def _folds(dtype: torch.dtype) -> bool:
-    """Whether rows are scaled to a mean square of 1 behind their product: before that, fp16 may overflow."""
+    """Whether rows are scaled by the norm only after their product; in fp16 that could overflow."""
     return dtype != torch.float16

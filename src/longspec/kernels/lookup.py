@@ -1,7 +1,7 @@
-"""Lookup: where a text repeats itself, what followed last time joins the draft's tree, in two launches.
+"""Lookup in two launches: if a text repeats itself, what followed last time joins the draft's tree.
 
-The longest run of tokens that ends the text is looked for earlier in the text. What followed it there becomes
-a chain behind the root, as far as the tree does not have these nodes already.
+The kernels search the text for an earlier occurrence of its last tokens, as many as possible. What followed
+there becomes a chain under the root; nodes that the tree already has are reused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from longspec.kernels.launch import await_turn, launched, overlap
 from longspec.kernels.tree import Levels
 
 _BLOCK = 2048
-# A find is one number, so that the best is the largest: the run's length, and below it the place.
+# A match is one number, so that the largest is the best: the run's length in the high bits, then the place.
 _SHIFT = tl.constexpr(32)
 
 
@@ -64,7 +64,7 @@ def _graft_kernel(
     score = tl.log(1 - doubt / (runs * runs))
     further = tl.log(1 - fade / runs)
     for step in tl.range(0, num_added):
-        # Behind the text's end it goes on with what was just found: a loop is continued as a loop.
+        # At the end of the text, start again at the match, so that a loop is continued as a loop.
         follower = tl.load(text + b * text_b + begin + step % period, mask=found > 0, other=0)
         child = tl.min(tl.where(real & (parent == node) & (token == follower), index, NODES), 0)
         there, here = (found > 0) & (child < NODES), (num_drafted + step).to(tl.int64)
@@ -87,14 +87,14 @@ def graft_lookup(
     lengths: Tensor,
     chances: tuple[int, int, float, float],
 ) -> None:
-    """Fill the nodes of a tree behind the first `num_drafted`, 1 at least, with what followed the text's end
-    when it stood in the text before.
+    """Fill the nodes after the first `num_drafted` (at least 1) with what followed the text's last tokens at
+    their earlier occurrence.
 
-    text is int64 [B, S'], of which lengths [B] and one more, the root, are there; best int64 [B] is 0 and
-    stays so. The chances are the shortest and the longest run that is looked for, and doubt and fade: after a
-    run of n the first token is taken to be right with 1 - doubt / n^2, each further one with 1 - fade / n.
-    Nodes that the tree has already are worth as much at least; a node that is not needed repeats the root
-    and scores -inf.
+    text is int64 [B, S']: lengths [B] tokens and then the root. best, int64 [B], is scratch memory: 0 before
+    and after. The chances are the shortest and the longest run to look for, and doubt and fade: after a run
+    of n, the first token is right with probability 1 - doubt / n^2, each further one with 1 - fade / n. A
+    node that the tree already has gets at least this score. A node that is not needed repeats the root and
+    scores -inf.
     """
     tokens, parents, scores = tree
     least, most, doubt, fade = chances

@@ -1,4 +1,4 @@
-"""Attention of a tree's nodes to a draft's ring and to their own ancestors, which stand behind it."""
+"""Attention of a tree's nodes to the draft's ring and to their own ancestors, which are stored after it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ from longspec.kernels.tiling import choose_share, choose_slice, precision
 def _visible(
     held, parents, row, entry, position, num_rows, num_keys, group, first_node, depth, window
 ):  # fmt: skip
-    """What rows of nodes that are `depth` deep at `position` may see of the entries: of the ring's, what the
-    last `window` positions left there, and behind those themselves and their ancestors. The root stands in
-    the ring."""
+    """Which entries the rows of nodes at `depth` and `position` see: ring entries of the last `window`
+    positions, and after the ring the nodes themselves and their ancestors. The root is in the ring."""
     back = position - tl.load(held + entry, mask=entry < num_keys, other=-1)
     visible = (back >= 0) & (back < window) & (back <= position) & (entry < window)
     visible = visible[None, :] & (row < num_rows)[:, None]
@@ -65,7 +64,7 @@ def _masked_kernel(
     entry = start + tl.arange(0, BLOCK_S)
     held += b * held_b
     parents += b * parents_b
-    # What nodes see was settled before their queries were made, so it is read before the turn.
+    # What nodes see was known before their queries were computed, so it is read before the turn.
     position = tl.load(lengths + b) + depth
     visible = _visible(
         held, parents, row, entry, position, num_rows, num_keys, group, first_node, depth, window
@@ -121,26 +120,27 @@ def _join_kernel(
 
 
 class Nodes(NamedTuple):
-    """Nodes of a draft's tree, all of one depth, whose keys and values stand behind the draft's ring; the
-    root's stand in it."""
+    """Nodes of one depth of a draft's tree. Their keys and values are after the draft's ring; the root's are
+    in it."""
 
     held: Tensor
-    """The position of what each entry of the ring holds, int64 [B, S]."""
+    """The position that each entry of the ring holds, int64 [B, S]."""
     window: int
-    """Entries of the ring; behind them stand the tree's nodes."""
+    """The number of entries of the ring; the tree's nodes come after them."""
     lengths: Tensor
     """Of the prefix, [B]."""
     parents: Tensor
     """Of the tree's nodes, int64 [B, N]."""
     first: int
-    """Node of the tree."""
+    """The number of the first of these nodes in the tree."""
     depth: int
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
-    """Queries q [B, T, H, D] of a tree's nodes over what they see of a ring k, v [B, K, S, D].
+    """Queries q [B, T, H, D] of a tree's nodes over the entries of a ring k, v [B, K, S, D] that they see.
 
-    What tells what they see must be older than q and the newest keys (see `longspec.kernels.launch`).
+    An earlier kernel than the one that wrote q must have written the tensors of `nodes`, because they are
+    read before the turn (`longspec.kernels.launch`).
     """
     B, T, H, D = q.shape
     K, num_keys = k.shape[1], k.shape[2]

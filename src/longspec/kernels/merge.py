@@ -1,4 +1,4 @@
-"""Merging attention over two disjoint sets of keys by their lse, in one launch."""
+"""Merge attention over two disjoint sets of keys by their lse, in one launch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _merge_kernel(
     first = tl.load(one_lse + row, mask=real, other=-float("inf"))
     second = tl.load(two_lse + row, mask=real, other=-float("inf"))
     high = tl.maximum(first, second)
-    # Where both sides saw nothing the weights would be nan: they are 0 there.
+    # If both sides saw nothing, the weights would be nan. Make them 0.
     base = tl.where(high == -float("inf"), 0.0, high)
     first, second = tl.exp(first - base), tl.exp(second - base)
     total = first + second
@@ -35,7 +35,7 @@ def _merge_kernel(
 
 
 def merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """What `longspec.attention.base.merge` gives, of results [..., D] and their lse [...]."""
+    """The same as `longspec.attention.base.merge`, for results [..., D] and their lse [...]."""
     (out_one, lse_one), (out_two, lse_two) = one, two
     D, num_rows = out_one.shape[-1], lse_one.numel()
     out, lse = (

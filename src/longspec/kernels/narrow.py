@@ -1,7 +1,7 @@
-"""The least score that top-k keeps, for rows that each have their own k.
+"""Find the lowest score that top-k keeps, for rows that each have their own k.
 
-Tokens above each of sixteen thresholds settle four bits of it (floats are ordered as their bits are), so
-eight turns find it. A row without top-k leaves each of these launches at once.
+Floats of one sign are ordered as their bits are. One turn counts the tokens above each of sixteen thresholds,
+which gives four bits of the score, so eight turns give all 32. A row without top-k ends each launch at once.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _TURNS = 8
 
 @triton.jit
 def _num_wanted(given, row, repeat):
-    """How many tokens top-k keeps of a row; 0 where it is off."""
+    """How many tokens top-k keeps in a row; 0 if it is off."""
     wanted = tl.load(given.top_k + row // repeat)
     return tl.where(is_sampled(given, row, repeat) & (wanted < given.size), wanted, 0).to(tl.int32)
 
 
 @triton.jit
 def _settled(counts, known, row, turn, wanted, num_parts, PARTS: tl.constexpr):
-    """The bits known after `turn` turns, where `wanted` tokens must lie above the threshold."""
+    """The bits known after `turn` turns: at least `wanted` tokens must be at or above the threshold."""
     digit, part = tl.arange(0, 16), tl.arange(0, PARTS)
     place = ((turn % 2 * tl.num_programs(1) + row) * num_parts + part)[:, None] * 16 + digit[None, :]
     totals = tl.sum(tl.load(counts + place, mask=(part < num_parts)[:, None], other=0), 0)
@@ -43,7 +43,7 @@ def _narrow_kernel(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, PEAKS: tl.constexpr,
     PENALTY: tl.constexpr, PATH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Count a part's tokens above the sixteen next thresholds."""
+    """Count the tokens of a part above each of the next sixteen thresholds."""
     await_turn(OVERLAP)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     wanted = _num_wanted(given, row, repeat)
@@ -52,7 +52,7 @@ def _narrow_kernel(
     bits = tl.zeros([], tl.int32)
     if turn > 0:
         bits = _settled(counts, known, row, turn, wanted, num_parts, PARTS)
-    # What this turn writes, the next one reads: two sets in turn, so that nobody reads what is being written.
+    # Two buffers alternate: the next turn reads what this one writes, while no program reads it.
     ours = (turn + 1) % 2 * tl.num_programs(1) + row
     if part == 0:
         tl.store(known + ours, bits)
@@ -62,7 +62,7 @@ def _narrow_kernel(
     highest = lowest | (tl.full([], 0xFFFFFFFF, tl.uint32) >> (4 * turn).to(tl.uint32))
     threshold = lowest + (digit.to(tl.uint32) << (28 - 4 * turn))
     total = tl.zeros([16], tl.int32)
-    # A part whose best lies below all thresholds is not read again: soon that is nearly every part.
+    # Skip a part whose best score is below all thresholds: after a few turns that is nearly every part.
     blocks = part * BLOCKS + tl.arange(0, BLOCKS)
     own = tl.load(peaks + row * num_peaks + blocks, mask=blocks < num_peaks, other=-float("inf"))
     best = tl.div_rn(tl.max(own, 0) - peak, row_temperature(given, row, repeat))
@@ -71,7 +71,7 @@ def _narrow_kernel(
         i = (part * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
         score = scaled(given, row, i, peak, repeat, depth, PENALTY, PATH)
         height = (0x7FFFFFFF - tl.abs(score).to(tl.int32, bitcast=True)).to(tl.uint32)
-        # What lies above all thresholds counts for each; between them there is mostly nothing any more.
+        # A score above all thresholds counts for each of them; after a few turns, few scores are in between.
         total += tl.sum(((height > highest) & (i < given.size)).to(tl.int32), 0)
         between = (height >= lowest) & (height <= highest) & (i < given.size)
         if tl.max(between.to(tl.int32), 0) > 0:
@@ -85,7 +85,7 @@ def _narrow_kernel(
 def _least_kernel(
     given, leasts, counts, known, turn, num_parts, repeat, PARTS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """Turn the bits that are known at last into the least score that is kept."""
+    """Convert the final bits to the lowest score that is kept."""
     await_turn(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
     wanted = _num_wanted(given, row, repeat)
@@ -97,12 +97,12 @@ def _least_kernel(
 def keep_top_k(
     given: Scores, peaks: Tensor, leasts: Tensor, repeat: int, depth: int, blocks: dict[str, Any]
 ) -> None:
-    """Raise `leasts` [R] to the least score that top-k keeps, of rows that have a top-k.
+    """Set `leasts` [R] to the lowest score that top-k keeps, in rows that have a top-k.
 
     peaks [R, parts] are the best scores of parts of `blocks["BLOCK"]` tokens.
     """
     (R, V), device = given.logits.shape, given.logits.device
-    # Of many rows each program takes more: what it must know first costs as much as a block does.
+    # With many rows a program does more blocks, because its setup costs as much as a block.
     num_blocks = 1 if R < 8 else 4
     num_parts, num_peaks = triton.cdiv(V, num_blocks * blocks["BLOCK"]), peaks.shape[1]
     counts = torch.empty(2, R, num_parts, 16, dtype=torch.int32, device=device)

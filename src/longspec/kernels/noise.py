@@ -1,4 +1,4 @@
-"""The noise that decides a sampled token, bit for bit that of `longspec.decoding.choose`."""
+"""The noise of sampled tokens, bit for bit the same as in `longspec.decoding.choose`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _mix(x):
 
 @triton.jit
 def uniform(seed, position, token) -> tl.tensor:
-    """Numbers in (0, 1), fp64, for token ids at (seed, position), all int64 blocks that broadcast."""
+    """Numbers in (0, 1), fp64, for token ids at (seed, position); all are int64 blocks and broadcast."""
     key = _mix(_mix(seed.to(tl.uint64) + _GOLDEN) ^ (position.to(tl.uint64) * _GOLDEN))
     bits = _mix(key + token.to(tl.uint64) * _GOLDEN)
     return ((bits >> 12).to(tl.int64).to(tl.float64) + 0.5) * 2.220446049250313e-16
@@ -33,8 +33,8 @@ def uniform(seed, position, token) -> tl.tensor:
 
 @triton.jit
 def gumbel(seed, position, token) -> tl.tensor:
-    """Gumbel noise in fp64 for token ids at (seed, position), all int64 blocks that broadcast."""
-    # 52 bits and a half: one less that is exact in fp64, so a plain log is as good as log1p.
+    """Gumbel noise in fp64 for token ids at (seed, position); all are int64 blocks and broadcast."""
+    # u has 52 bits plus a half, so 1 - u is exact in fp64, and log is as good as log1p.
     return -tl.log(-tl.log(1.0 - uniform(seed, position, token)))
 
 
@@ -57,9 +57,8 @@ def _noise_kernel(
 def gumbel_noise(
     seeds: Tensor, positions: Tensor, tokens: Tensor, temperature: Tensor, ahead: int = 0, count: int = 1
 ) -> Tensor:
-    """Gumbel noise, fp32 [count, R, V], for the token ids [V] at seeds and at `count` positions, the first
-    of them `ahead` of those given; all int64, seeds and positions [R]. Rows at temperature 0, of fp32 [R],
-    get 0."""
+    """Gumbel noise, fp32 [count, R, V], for token ids [V] at seeds [R] and at `count` positions, of which the
+    first is `ahead` after positions [R]; all int64. Rows whose temperature, fp32 [R], is 0 get 0."""
     (R,), (V,) = seeds.shape, tokens.shape
     out = torch.empty(count, R, V, dtype=torch.float32, device=seeds.device)
     _noise_kernel[(triton.cdiv(V, _BLOCK), R, count)](

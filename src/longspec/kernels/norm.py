@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspec.kernels.launch import await_turn, launched, overlap
 
-# Rows that count as few. Of more, a library's products are faster, and launches do not matter.
+# The most rows that count as few. With more, a library's products are faster and launches do not matter.
 MOST_ROWS = 64
 
 Norm = tuple[Tensor, float]
@@ -20,32 +20,31 @@ Norm = tuple[Tensor, float]
 
 
 class Ahead(NamedTuple):
-    """All that a norm needs, made by whoever made the stream, so that the norm takes no launch of its own."""
+    """What the next norm needs. The kernel that makes the stream computes it, which saves a launch."""
 
     factor: Tensor
     """The norm's weight [E]."""
     scaled: Tensor
-    """The stream times that."""
+    """The stream times the factor."""
     squares: Tensor
-    """Sums of the stream's squares over parts of its numbers, fp32 [parts, MOST_ROWS]; what stands behind
-    the stream's own rows is nobody's."""
+    """Sums of squares over parts of the stream's numbers, fp32 [parts, MOST_ROWS]; only the stream's own rows
+    are set."""
 
     @classmethod
     def empty(cls, factor: Tensor, stream: Tensor, num_parts: int) -> Ahead:
-        """Room for it."""
-        assert stream.numel() <= MOST_ROWS * stream.shape[-1], "only of few rows a norm is made ahead"
+        assert stream.numel() <= MOST_ROWS * stream.shape[-1], "only few rows can prepare for a norm"
         squares = stream.new_empty(num_parts, MOST_ROWS, dtype=torch.float32)
         return cls(factor, torch.empty_like(stream), squares)
 
 
 @dataclass(frozen=True)
-class Stream:
+class Residual:
     """The residual stream between two products."""
 
     x: Tensor
     """[..., E]"""
     delta: Tensor | None = None
-    """What it still lacks, where a library made that: the next norm adds it."""
+    """What the next norm still has to add to x, if a library's product made it."""
     ahead: Ahead | None = None
 
 
@@ -61,7 +60,7 @@ def _norm_kernel(
     await_turn(OVERLAP)
     value = tl.load(x + row * size + i, mask=inside, other=0.0)
     if ADD:
-        # Rounded as the residual stream is stored, so that the norm is of what the next layer will see.
+        # Round as the stored stream is rounded, so that the norm sees the same numbers as the next layer.
         value = (value.to(tl.float32) + tl.load(residual + row * size + i, mask=inside, other=0.0)).to(
             value.dtype
         )
@@ -72,12 +71,12 @@ def _norm_kernel(
     tl.store(normed + row * size + i, result.to(normed.dtype.element_ty), mask=inside)
 
 
-def norm_stream(stream: Stream, norm: Norm) -> tuple[Tensor, Stream]:
-    """The normed stream, and the stream with nothing lacking."""
+def norm_stream(stream: Residual, norm: Norm) -> tuple[Tensor, Residual]:
+    """The normed stream, and the complete stream."""
     if stream.delta is None:
         return rms_norm(stream.x, *norm), stream
     normed, x = add_rms_norm(stream.x, stream.delta, *norm)
-    return normed, Stream(x)
+    return normed, Residual(x)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -86,7 +85,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm of x + residual, both [..., E], and that sum, which is the residual stream from here on."""
+    """RMSNorm of x + residual, both [..., E]; and that sum, which is the new residual stream."""
     return _launch(x, residual, weight, eps)
 
 

@@ -1,8 +1,8 @@
-"""Where a row's entries stand in the pages of KV.
+"""Where a row's entries are in the pages of KV.
 
-All rows share one allocation of S = num_pages * page entries. Entry e of row b stands at
-`tables[b, e // page] * page + e % page`. Table entries that are not assigned are 0: page 0 takes the writes
-that nobody wants, and it is always finite.
+All rows share one allocation of S = num_pages * page entries. Entry e of row b is at
+`tables[b, e // page] * page + e % page`. Unassigned table entries are 0: page 0 is the dump page, which takes
+the writes to discard and always holds finite numbers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from torch import Tensor
 
 @triton.jit
 def place_of(table, entry, mask, PAGE: tl.constexpr) -> tl.tensor:
-    """The places in S of a row's entries, int64; `table` points to the row's table. Page 0 where not `mask`.
-
-    The mask is a block, or None.
-    """
+    """The indices in S of a row's entries, int64. `table` points to the row's table. `mask` is a block or
+    None; entries that it excludes get page 0."""
     if mask is None:
         number = tl.load(table + entry // PAGE)
     else:
@@ -27,8 +25,8 @@ def place_of(table, entry, mask, PAGE: tl.constexpr) -> tl.tensor:
 
 
 def check_tables(tables: Tensor, page: int) -> None:
-    """Assert what the kernels take for granted of tables [B, M] and of the entries of a page."""
+    """Assert what the kernels assume about tables [B, M] and the size of a page."""
     assert tables.dtype == torch.int32, tables.dtype
     assert page > 0, page
     assert page & (page - 1) == 0, f"a page has {page} entries; it must be a power of two"
-    assert tables.stride(1) == 1 or tables.shape[1] == 1, "a row's table must lie in one piece"
+    assert tables.stride(1) == 1 or tables.shape[1] == 1, "a row's table must be contiguous"

@@ -1,10 +1,10 @@
-"""The kernels of `longspec.kernels.linear`: a tile of a product, and the small work around it.
+"""The kernels of `longspec.kernels.linear`: a tile of a product, with norm, gate and residual.
 
-A single row's product does its RMSNorm all by itself. Of more rows, the product before leaves the stream
-times the norm's weight and the sums of squares (`Ahead`), and the root mean square, being one factor for all
-columns, waits for the end. To scale the rows and to sum their squares where they are read would cost more:
-each tile of columns does that again for all rows, and on Hopper, where tensor cores read x straight from
-shared memory, it has to pass through registers first: the loop over the depth becomes four times as long.
+The product of a single row computes its RMSNorm itself. For more rows, the previous product writes the stream
+times the norm's weight and the sums of squares (`Ahead`). The root mean square is one factor for all columns,
+so it is applied at the end. To scale the rows and sum their squares where they are read would cost more: each
+tile of columns would do it again for all rows. On Hopper, tensor cores read x directly from shared memory; x
+would have to pass through registers first, and the loop over the depth would take four times as long.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from longspec.kernels.launch import await_turn, fetch, launched
 
 @triton.jit
 def _gated(gate, up, dtype: tl.constexpr):
-    """silu(gate) * up, rounded where separate operations would round."""
+    """silu(gate) * up, rounded where separate operations round."""
     gate = gate.to(dtype).to(tl.float32)
     return (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _added(stream, result):
-    """stream + result, rounded where separate operations would round."""
+    """stream + result, rounded where separate operations round."""
     return stream.to(tl.float32) + result.to(stream.dtype).to(tl.float32)
 
 
@@ -36,9 +36,9 @@ def row_kernel(
     ADD: tl.constexpr, NORM: tl.constexpr, LATE: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some columns of one row's product: no tensor core is faster than the weights come.
+    """Some columns of one row's product, without tensor cores, because memory is the limit.
 
-    With LATE the norm is rounded as that of more rows is, so that a row gives the same among others as alone.
+    With LATE the norm is rounded as for more rows, so that a row alone gives the same result as among others.
     """
     col, i = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, DEPTH)
     inside, wanted = i < num_in, col < num_out
@@ -55,7 +55,7 @@ def row_kernel(
     if RESIDUAL:
         stream = tl.load(residual + col, mask=wanted, other=0.0)
     if ADD:
-        # Rounded as the residual stream is stored, so that the norm is of what the next layer will see.
+        # Round as the stored stream is rounded, so that the norm sees the same numbers as the next layer.
         value = (value + tl.load(delta + i, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
         if tl.program_id(0) == 0:
             tl.store(total + i, value.to(dtype), mask=inside)
@@ -86,11 +86,11 @@ def _begin(
     ROWS: tl.constexpr, COLS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, GATED: tl.constexpr,
     AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A tile's rows and columns, where those of x and of the weights begin, how much further the second ones
-    do (GATED), and the next norm's weight (AHEAD): what comes before the turn, and the turn."""
+    """Prepare, then wait for the turn. Returns a tile's rows and columns, their pointers in x and in the
+    weights, the offset of the second weights (GATED), and the next norm's weight (AHEAD)."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    # What is outside reads the last one again: nobody keeps it.
+    # Rows and columns outside read the last one again; their results are not stored.
     rows_at = x + tl.minimum(row, num_rows - 1) * num_in
     columns_at = weight + tl.minimum(col, num_out - 1).to(tl.int64) * num_in
     second_at = num_out.to(tl.int64) * num_in
@@ -117,8 +117,8 @@ def _finish(
     MOST: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """What comes behind a tile's product: the norm's `scale`, bias, gate and residual, and what the next norm
-    needs (AHEAD)."""
+    """Finish a tile after its product: the norm's `scale`, bias, gate, residual, and what the next norm needs
+    (AHEAD)."""
     dtype = out.dtype.element_ty
     place = row[:, None] * num_out + col[None, :]
     mask = (row < num_rows)[:, None] & (col < num_out)[None, :]
@@ -152,8 +152,8 @@ def split_kernel(
     PARTS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """As `rows_kernel`, each warp with a SPLITth of the depth: from one step of it to the next a tensor core
-    takes longer than for the step, and of few rows there is little else to do meanwhile."""
+    """As `rows_kernel`, but each warp computes 1 / SPLIT of the depth. Between two dependent steps a tensor
+    core waits longer than a step takes, and with few rows it has little other work meanwhile."""
     row, col, rows_at, columns_at, second_at, factor = _begin(
         x, weight, next_factor, num_rows, num_in, num_out, ROWS, COLS, LINE, LINES, GATED, AHEAD, OVERLAP
     )
@@ -192,29 +192,28 @@ def rows_kernel(
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """With NORM x is `Ahead.scaled`, and num_parts of squares come with it; with AHEAD the next are made.
+    """With NORM, x is `Ahead.scaled` and `squares` has num_parts parts. With AHEAD the next ones are written.
 
-    With BOXES there are descriptors of x and weight, by which the hardware copies whole tiles; what is
-    outside reads as 0.
+    With BOXES the hardware copies whole tiles of x and weight with descriptors, and reads 0 outside.
     """
     row, col, rows_at, columns_at, second_at, factor = _begin(
         x, weight, next_factor, num_rows, num_in, num_out, ROWS, COLS, LINE, LINES, GATED, AHEAD, OVERLAP
     )
     stream, scale = 0.0, 0.0
-    # Asked for together with the first of x, so that they are there when the product is.
+    # Loaded together with the first tile of x, so that it is there when the product is done.
     if RESIDUAL:
         stream = _load_tile(residual, row, col, num_rows, num_out)
     result = tl.zeros([ROWS, COLS], tl.float32)
     up = tl.zeros([ROWS, COLS], tl.float32)
     sums = tl.zeros([PARTS, ROWS], tl.float32)
     part = tl.arange(0, PARTS)[:, None]
-    # Rows that are none are read as well: without a mask of rows, four numbers come at a time.
+    # Read rows that do not exist, too: without a mask of rows, four numbers are loaded at a time.
     squares_at = squares + part * MOST + row[None, :]
     if NORM:
         parts = tl.load(squares_at, mask=part < num_parts, other=0.0)
     for first in tl.range(0, num_in, DEPTH):
         if NORM:
-            # A few parts at a time, asked for one time ahead: all at once would be waited for before x is.
+            # A few parts at a time, loaded one iteration ahead: loading all at once would delay x.
             sums += parts
             part += PARTS
             squares_at += PARTS * MOST

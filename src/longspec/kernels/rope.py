@@ -1,4 +1,4 @@
-"""From the projection to the cache in one launch: q/k norm, rope, and the new keys and values in place."""
+"""q/k norm, rope, and writing the new keys and values to the cache, in one launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADS = 8
 
 @triton.jit
 def _head_norm(x, swapped, weight, weight_swapped, eps, D: tl.constexpr):
-    """RMSNorm of heads, and of the same with their halves swapped."""
+    """RMSNorm of heads, and of the same heads with their halves swapped."""
     scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     return x * scale * weight, swapped * scale * weight_swapped
 
@@ -35,7 +35,7 @@ def _rope_kernel(
     other = (d + D // 2) % D
     real = (d < D)[None, :]
     inside = (is_q | is_k | is_v) & real
-    # Where the tokens stand was known before the projection began.
+    # Positions and entries were written before the projection began.
     position, entry = tl.load(positions + token), tl.load(entries + token)
     cos = tl.load(table + position * D + d, mask=d < D, other=0.0)[None, :]
     sin = tl.load(table + table_half + position * D + d, mask=d < D, other=0.0)[None, :]
@@ -71,16 +71,16 @@ def rope_write(
     values: Tensor,
     norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """Rotated queries [B, T, H, D]; keys and values go into `keys` and `values`: a draft's ring
-    [B, K, S, D], or pages [K, S, D], whose places in S are the same for all rows.
+    """Returns rotated queries [B, T, H, D], and writes keys and values to `keys` and `values`: a draft's ring
+    [B, K, S, D], or pages [K, S, D], which all rows share.
 
     qkv [B, T, (H + 2 K) D] is the projection; table [2, capacity, D] is `RopeTable.table`; positions and
-    entries, int64 [B, T], say where each token stands in the text and in S; they must be older than
-    qkv (see `longspec.kernels.launch`). `norm` is the weights [D] of the queries' and the keys' RMSNorm and
-    its eps.
+    entries, int64 [B, T], say where each token is in the text and in S. An earlier kernel than the one that
+    wrote qkv must have written them (`longspec.kernels.launch`). `norm` is the weights [D] of the queries'
+    and the keys' RMSNorm, and its eps.
     """
     B, T, width = qkv.shape
-    # A stride of 0 over rows: pages are not divided by rows.
+    # Stride 0 over rows, because all rows share the pages.
     keys, values = (part if part.ndim == 4 else part.expand(B, -1, -1, -1) for part in (keys, values))
     K, D = keys.shape[1], keys.shape[3]
     H = width // D - 2 * K

@@ -1,4 +1,4 @@
-"""Scores of rows that each have their own settings, as the kernels that choose tokens read them."""
+"""How the kernels that choose tokens read the scores of rows, each with its own settings."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The least temperature that divides: smaller ones are 0 in fp32.
+# The smallest normal fp32 number: temperatures below it would divide by 0.
 _LEAST_TEMPERATURE = tl.constexpr(1.1754943508222875e-38)
 
 
 class Scores(NamedTuple):
-    """What kernels are given of all rows. R rows of logits belong to B sequence rows, N = R / B each."""
+    """What the kernels read of all rows. R rows of logits belong to B sequence rows, N = R / B to each."""
 
     logits: Tensor
     """fp32 [R, V]"""
     temperature: Tensor
-    """fp32 [B], as the next four, but for top_k, int64."""
+    """[B], as the next four; fp32, but top_k is int64."""
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
@@ -26,7 +26,7 @@ class Scores(NamedTuple):
     seen: Tensor
     """uint8 [B, V]: which tokens occurred before."""
     tokens: Tensor
-    """Of a tree's nodes, int64 [B, N], as their parents: a node's ancestors have occurred before, too."""
+    """Of a tree's nodes, int64 [B, N], like their parents: a node's ancestors count as seen, too."""
     parents: Tensor
     logits_r: int
     seen_b: int
@@ -36,9 +36,9 @@ class Scores(NamedTuple):
 
 @triton.jit
 def penalised(given, row, i, repeat, depth, PENALTY: tl.constexpr, PATH: tl.constexpr) -> tl.tensor:
-    """Scores of a row's tokens `i`, those that occurred made less probable; -inf outside and for nan.
+    """Scores of a row's tokens `i`, with the penalty on tokens that occurred; -inf outside and for nan.
 
-    With PATH also those of the row's node and its ancestors, at most `depth` steps away, occurred.
+    With PATH, the tokens of the row's node and its ancestors, at most `depth` steps away, also occurred.
     """
     inside = i < given.size
     score = tl.load(given.logits + row * given.logits_r + i, mask=inside, other=-float("inf"))
@@ -58,7 +58,7 @@ def penalised(given, row, i, repeat, depth, PENALTY: tl.constexpr, PATH: tl.cons
 
 @triton.jit
 def scaled(given, row, i, peak, repeat, depth, PENALTY: tl.constexpr, PATH: tl.constexpr) -> tl.tensor:
-    """How far scores lie below the row's best, `peak`, by the temperature: 0 or less."""
+    """(score - peak) / temperature, where `peak` is the row's best score: 0 or less."""
     score = penalised(given, row, i, repeat, depth, PENALTY, PATH)
     return tl.div_rn(score - peak, row_temperature(given, row, repeat))
 
@@ -71,12 +71,12 @@ def row_temperature(given, row, repeat) -> tl.tensor:
 
 @triton.jit
 def is_sampled(given, row, repeat) -> tl.tensor:
-    """Whether chance has a say; otherwise the row's best token is chosen."""
+    """Whether the row is sampled; otherwise it is greedy."""
     return tl.load(given.temperature + row // repeat) > 0
 
 
 @triton.jit
 def row_peak(peaks, row, num_parts, PARTS: tl.constexpr) -> tl.tensor:
-    """A row's best score, from those of its parts."""
+    """The best score of a row, from the best scores of its parts."""
     part = tl.arange(0, PARTS)
     return tl.max(tl.load(peaks + row * num_parts + part, mask=part < num_parts, other=-float("inf")), 0)

@@ -1,4 +1,4 @@
-"""The end of a round in one launch: what the target would have said, and what that makes of each row."""
+"""The end of a round in one launch: accept the nodes that the target chooses too, and update the rows."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from longspec.kernels.launch import await_turn, launched, overlap
 
 
 class SettledRows(Protocol):
-    """What the device knows of B rows, and a round changes. A row moves if it is running and active."""
+    """The state of B rows that a round changes. A row moves if it is running and active."""
 
     @property
     def lengths(self) -> Tensor:
-        """Of the prefix, int64 [B]; the root stands right behind it in the text."""
+        """Of the prefix, int64 [B]; the root is the next token of the text."""
 
     @property
     def limits(self) -> Tensor:
-        """The length of text at which a row ends, int64 [B]."""
+        """The length of text at which the row ends, int64 [B]."""
 
     @property
     def eos_ids(self) -> Tensor:
@@ -29,7 +29,7 @@ class SettledRows(Protocol):
 
     @property
     def running(self) -> Tensor:
-        """Whether the row has not ended, bool [B]."""
+        """Whether the row has not ended yet, bool [B]."""
 
     @property
     def active(self) -> Tensor:
@@ -37,16 +37,16 @@ class SettledRows(Protocol):
 
     @property
     def num_unread(self) -> Tensor:
-        """By the last round in which the row moved, int64 [B]."""
+        """How many of the newest tokens the draft has not read, int64 [B]."""
 
     @property
     def report(self) -> Tensor:
-        """For the host, int64 [B, 1 + width] or more: how many tokens this round emitted, 0 for a row that
-        did not move, and the tokens."""
+        """For the host, int64 [B, 1 + width] or wider: how many tokens this round emitted (0 if the row did
+        not move), then the tokens."""
 
     @property
     def feature(self) -> Tensor:
-        """The target's state at the last kept node, [B, hidden]."""
+        """The target's hidden state at the last kept node, [B, hidden]."""
 
     @property
     def text(self) -> Tensor:
@@ -92,14 +92,14 @@ def _settle_kernel(
     said = tl.zeros([WIDTH], tl.int64) + tl.load(choices)
     for depth in tl.range(1, width):
         choice = tl.load(choices + here)
-        # The root is nobody's child.
+        # The root is not a child.
         matches = (parent == here) & (token == choice) & (node > 0) & (node < num_nodes)
         child = tl.min(tl.where(matches, node, NODES), 0)
         goes_on = goes_on & (child < NODES)
         here = tl.where(goes_on, child, here)
         total += goes_on.to(tl.int64)
         nodes = tl.where(step == depth, here, nodes)
-        # The target's own choice at the last kept node follows it, and fills up what is left.
+        # The target's choice at the last kept node comes next, and fills the rest of the row.
         said = tl.where(step >= depth, tl.load(choices + here), said)
 
     tl.store(path + row * width + step, nodes.to(tl.int64), mask=step < width)
@@ -119,7 +119,7 @@ def _settle_kernel(
     hits = (said[:, None] == eos[None, :]) & emitted[:, None]
     length = old + total
     ended = (tl.sum(tl.sum(hits.to(tl.int32), 1), 0) > 0) | (length + 1 >= limit)
-    # A round may run past a row's limit; there is room for its nodes only behind the limit itself.
+    # A round may pass the row's limit. Clamp the length: only up to the limit is there room for a tree.
     tl.store(lengths + row, tl.minimum(length, limit - 1))
     tl.store(running + row, tl.where(ended, 0, 1).to(tl.uint8))
     for first in tl.range(0, hidden_size, BLOCK):
@@ -137,19 +137,19 @@ def settle_round(
     width: int,
     accumulate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk from the root to the last node that the target would have said, and note what follows from it.
+    """Walk from the root along the target's choices to the last accepted node, and update the rows.
 
-    Returns the nodes from the root on, int64 [B, width], the last one repeated; how many of them are to be
-    kept, the root among them, int64 [B]: none in a row that does not move; and the lengths of before.
+    Returns the path from the root, int64 [B, width], its last node repeated; how many of its nodes to keep,
+    with the root, int64 [B] (0 in a row that does not move); and the lengths before the round.
 
     tokens, parents and the target's choices are int64 [B, N], hidden its states [B, N, hidden]. A round emits
-    `width` tokens at most, so the walk goes width - 1 nodes below the root at most. What is emitted behind
-    the root goes into the text (up to the row's limit), into `seen` and into the report. With `accumulate`,
-    the draft has not read what was emitted before either.
+    at most `width` tokens, so the walk goes at most width - 1 nodes below the root. Emitted tokens go into
+    the text (up to the row's limit), into `seen` and into the report. With `accumulate`, the draft has not
+    read the tokens of earlier rounds either.
     """
     B, N = tokens.shape
     hidden_size, num_eos = hidden.shape[2], rows.eos_ids.shape[1]
-    assert num_eos & (num_eos - 1) == 0, f"there is room for {num_eos} eos ids; it must be a power of two"
+    assert num_eos & (num_eos - 1) == 0, f"a row has {num_eos} eos ids; it must be a power of two"
     assert rows.report.shape[1] > width
     path = torch.empty(B, width, dtype=torch.int64, device=tokens.device)
     num_kept, before = torch.empty(2, B, dtype=torch.int64, device=tokens.device).unbind(0)

@@ -19,7 +19,7 @@ def _silu_kernel(gate_up, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr)
     inside = i < size
     gate = tl.load(gate_up + row * 2 * size + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + i, mask=inside, other=0.0)
-    # Rounded in between, as two operations would.
+    # Round in between, as two separate operations do.
     gated = (gate / (1 + tl.exp(-gate))).to(up.dtype)
     tl.store(out + row * size + i, gated * up, mask=inside)
 

@@ -1,4 +1,4 @@
-"""How attention is cut into programs: tile sizes by shape and type, splits by what the GPU holds."""
+"""How attention is cut into programs: tile sizes by shape and dtype, splits by the size of the GPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import cache
 import torch
 import triton
 
-# Multiprocessors and shared memory that the interpreter pretends to have: enough for a few splits.
+# Multiprocessors and shared memory for the interpreter: enough for a few splits.
 _PRETENDED = (4, 230400)
-# Shared memory for what the compiler keeps beside the tiles.
+# Shared memory that the compiler needs besides the tiles.
 _SPARE = 2048
 
 
@@ -21,18 +21,18 @@ class Tiling:
     num_rows: int
     """Folded query rows of a tile."""
     num_keys: int
-    """Keys that are read at a time."""
+    """Keys read at a time."""
     num_warps: int
     num_stages: int
 
     def num_bytes(self, head_dim: int, dtype: torch.dtype) -> int:
-        """Shared memory of a program: the queries, and the keys and values under way."""
+        """Shared memory of a program: the queries, and the keys and values in flight."""
         num_entries = self.num_rows + 2 * self.num_stages * self.num_keys
         return num_entries * triton.next_power_of_2(head_dim) * dtype.itemsize
 
 
 def choose_tiling(num_rows: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiling:
-    """The tile for `num_rows` folded rows: what was fastest on an H200, cut down to what the GPU holds."""
+    """The tile for `num_rows` folded rows: the fastest on an H200, reduced to what the GPU can hold."""
     tiling = _measured(num_rows, head_dim <= 64, head_dim > 128, dtype)
     _, shared = gpu_size(device)
     while tiling.num_bytes(head_dim, dtype) > shared:
@@ -44,8 +44,8 @@ def choose_tiling(num_rows: int, head_dim: int, dtype: torch.dtype, device: torc
 
 
 def _measured(num_rows: int, narrow: bool, wide: bool, dtype: torch.dtype) -> Tiling:
-    """By `benchmarks/attention.py`."""
-    if dtype == torch.float32:  # by plain multiply-add, no tensor cores: small tiles or registers spill
+    """Measured with `benchmarks/attention.py`."""
+    if dtype == torch.float32:  # no tensor cores: with larger tiles registers spill
         return Tiling(16, 16, 8, 2)
     if num_rows <= 16:
         return Tiling(16, 64, 8, 3) if wide else Tiling(16, 128, 4, 3)
@@ -59,10 +59,10 @@ def _measured(num_rows: int, narrow: bool, wide: bool, dtype: torch.dtype) -> Ti
 
 
 def choose_splits(num_programs: int, capacity: int, tiling: Tiling, device: torch.device) -> int:
-    """Into how many parts the keys are cut when one part takes `num_programs` programs.
+    """Into how many parts to cut the keys, if one part takes `num_programs` programs.
 
-    One such program fills a multiprocessor's shared memory, so the time is that of the fullest one: rounds
-    of programs times the length of each, and a little for each part that must be merged.
+    One program fills a multiprocessor's shared memory. So the time is the number of programs that the busiest
+    multiprocessor runs, times the length of each, plus a little for each part that must be merged.
     """
     sms, _ = gpu_size(device)
     most = min(triton.cdiv(capacity, tiling.num_keys), max(1, 4 * sms // num_programs))
@@ -73,8 +73,8 @@ def choose_splits(num_programs: int, capacity: int, tiling: Tiling, device: torc
 
 
 def choose_share(num_programs: int, num_keys: int, block: int, device: torch.device) -> tuple[int, int]:
-    """How many of a few keys, blocks of which are read at a time, one program takes, and how many parts that
-    makes: as many as there are processors for."""
+    """How many of a few keys one program takes, in multiples of `block`, and how many parts that makes: as
+    many as there are multiprocessors for."""
     sms, _ = gpu_size(device)
     num_splits = max(1, min(triton.cdiv(num_keys, block), sms // num_programs))
     share = triton.cdiv(triton.cdiv(num_keys, block), num_splits) * block
@@ -82,9 +82,9 @@ def choose_share(num_programs: int, num_keys: int, block: int, device: torch.dev
 
 
 def choose_slice(num_rows: int, num_programs: int, device: torch.device) -> tuple[int, int]:
-    """How many numbers of each head's result a merging program has, and how many parts it takes at a time.
+    """How many numbers of each head's result a merging program computes, and how many parts it reads at once.
 
-    `num_programs` have all rows between them, num_rows of each KV head. What was fastest on an H200.
+    `num_programs` programs share all rows, num_rows of each KV head. The values were fastest on an H200.
     """
     sms, _ = gpu_size(device)
     if 2 * num_programs > sms:
@@ -94,27 +94,27 @@ def choose_slice(num_rows: int, num_programs: int, device: torch.device) -> tupl
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether it is a GPU of that kind or later."""
+    """Whether it is a Hopper GPU or a later one."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def copies_tiles(device: torch.device) -> bool:
-    """Whether whole tiles are copied by the hardware, as Hopper and later do, or by the interpreter.
+    """Whether the hardware (Hopper and later) or the interpreter copies whole tiles with descriptors.
 
-    Elsewhere the compiler would turn a descriptor into loads of single numbers.
+    On other GPUs the compiler would turn a descriptor into loads of single numbers.
     """
     return device.type != "cuda" or is_hopper(device)
 
 
 def precision(dtype: torch.dtype) -> str:
-    """What `tl.dot` is asked for."""
-    # On fp32 the default would be TF32, which keeps ten bits.
+    """The `input_precision` of `tl.dot`."""
+    # For fp32 the default would be TF32, which keeps only ten bits.
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @cache
 def gpu_size(device: torch.device) -> tuple[int, int]:
-    """How many multiprocessors it has, and how many bytes of shared memory a program may take."""
+    """The number of multiprocessors, and the bytes of shared memory that a program may use."""
     if device.type != "cuda":
         return _PRETENDED
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)

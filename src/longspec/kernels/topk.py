@@ -10,16 +10,16 @@ from torch import Tensor
 from longspec.kernels.launch import await_turn, launched, overlap
 from longspec.kernels.tree import Levels
 
-_CHUNKS = 32  # of a program that only looks for their highs
-_FEW = 512  # chunks that one warp searches sooner than several, which would have to tell each other
-# Below whatever a score is turned into, and above whatever an index is.
+_CHUNKS = 32  # per program of the first kernel
+_FEW = 512  # up to this many chunks one warp is faster than several, which would have to communicate
+# Below every ordered score, and above every index.
 _REMOVED = tl.constexpr(-(2**31))
 _BEYOND = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def _ordered(value):
-    """int32 that orders as the fp32 value does."""
+    """An int32 that has the same order as the fp32 value."""
     bits = value.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -31,9 +31,9 @@ def _value_of(ordered):
 
 @triton.jit
 def _best(ordered, index, count, COUNT: tl.constexpr):
-    """The `count` largest, largest first and of equal ones the smallest index first, in tiles of COUNT.
+    """The `count` largest, largest first, in tiles of COUNT; of equal ones the smallest index comes first.
 
-    Whole numbers of 32 bits: a warp has the largest of those by a single instruction.
+    They are int32, because a warp finds the largest int32 with a single instruction.
     """
     slot = tl.arange(0, COUNT)
     chosen = tl.full([COUNT], _REMOVED, tl.int32)
@@ -55,7 +55,7 @@ def _noisy(logits, noise, i, inside, temperature, NOISE: tl.constexpr):
         degrees = tl.load(temperature)
         if degrees > 0:
             x = tl.div_rn(x, degrees) + tl.load(noise + i, mask=inside, other=0.0)
-    return tl.where(x == x, x, -float("inf"))  # nan: nonsense, but the order must hold
+    return tl.where(x == x, x, -float("inf"))  # nan would break the order
 
 
 @launched
@@ -64,7 +64,7 @@ def _chunk_kernel(
     logits, noise, highs, sums, size, num_nodes, num_chunks, temperature,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, NOISE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The best score of each chunk of a node's vocabulary, and what the chunk adds to the softmax."""
+    """The best score of each chunk of a node's vocabulary, and the chunk's sum for the softmax."""
     await_turn(OVERLAP)
     node, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
     i = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -85,9 +85,9 @@ def _node_kernel(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, NOISE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A node's best `count` children, with their log-probability and the node's own score.
+    """A node's best `count` children; their scores are log-probability plus the node's own score.
 
-    They stand in the chunks with the best `count` highs: each of those has one that is as good.
+    They are in the `count` chunks with the highest best scores, because each of those has one such child.
     """
     await_turn(OVERLAP)
     node = tl.program_id(0).to(tl.int64)
@@ -143,17 +143,17 @@ def best_children(
     noise: Tensor | None = None,
     token_ids: Tensor | None = None,
 ) -> None:
-    """Put the `width` best children of a tree's last level behind it, best first, by their scores.
+    """Append the `width` best children of a tree's last level to the tree, best first.
 
-    logits fp32 [B, n, V] are those of the nodes in `level`. A child's score is its node's plus its
-    log-probability: of the logits or, where `noise` [B, V] and `temperature` [B], both fp32, are given, of
-    logits / temperature + noise; a row at temperature 0 keeps its logits. Its token is its index in the
-    vocabulary, or what token_ids [V] has there. There must be that many.
+    logits fp32 [B, n, V] are those of the nodes in `level`. A child's score is its node's score plus its
+    log-probability, from the logits or, with `noise` [B, V] and `temperature` [B], both fp32, from
+    logits / temperature + noise; a row at temperature 0 keeps its logits. The child's token is its index in
+    the vocabulary, or token_ids [V] at that index. There must be at least `width` children.
     """
     B, n, V = logits.shape
     logits = logits.contiguous()
     count = min(width, V)
-    # Chunks and their number are both searched one by one, so neither should be large.
+    # Both the chunks and the numbers in a chunk are searched one by one, so neither should be many.
     chunk = 32 if V <= 1 << 16 else 64
     num_chunks = triton.cdiv(V, chunk)
     device = logits.device

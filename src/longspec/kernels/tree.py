@@ -1,6 +1,6 @@
-"""The bookkeeping of token trees: which node sees what, where things stand, which nodes are worth keeping.
+"""The bookkeeping of token trees: which node sees what, positions and entries, which nodes to keep.
 
-Each of these is a handful of numbers. What costs time on a GPU is a launch, so each is one.
+These are only a few numbers. On a GPU the launches take the time, so each function is one launch.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def _sees_kernel(
 def tree_sees(
     parents: Tensor, depth: int, lengths: Tensor, tables: Tensor, page: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each node with its ancestors, bool [B, N, N]; where it stands in the text and in the pages of KV, int64
-    [B, N] each.
+    """Which nodes each node sees (itself and its ancestors), bool [B, N, N]; its position in the text and its
+    place in the pages of KV, int64 [B, N] each.
 
-    parents [B, N] are those of a tree that is at most `depth` deep and follows a prefix of lengths [B], whose
-    entry lengths + n is node n's. tables are int32 [B, M] (see `longspec.kernels.pages`).
+    parents [B, N] describe a tree of at most `depth` levels below the root, after a prefix of lengths [B]:
+    node n has entry lengths + n. tables are int32 [B, M] (`longspec.kernels.pages`).
     """
     check_tables(tables, page)
     B, N = parents.shape
@@ -95,12 +95,12 @@ def claim_newest(
     tree: Levels,
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A row's newest `width` tokens, the root first and then backwards, and where they stand in the text and
+    """A row's newest `width` tokens, from the root backwards, their positions in the text and their entries
     in the draft's ring, int64 [B, width] each.
 
-    The root is text[b, lengths[b]], of int64 [B, S'] and [B], and the tree begins with it. Of the tokens the
-    first num_new [B], at least 1, are new to the ring, and `held` [B, entries], the position of what each
-    entry of the ring holds, learns of them; the last entry is the dump entry of the others.
+    The root is text[b, lengths[b]], of int64 [B, S'] and [B]; it is written as the first node of the tree.
+    The first num_new [B] tokens, at least 1, are new to the ring: `held` [B, entries], the position that each
+    entry of the ring holds, is updated for them. The other tokens get the last entry, the dump entry.
     """
     (B, num_entries), device = held.shape, held.device
     newest, positions, entries = torch.empty(3, B, width, dtype=torch.int64, device=device).unbind(0)
@@ -125,7 +125,7 @@ def _segment_kernel(
     token = tl.load(text + slot * text_b + position, mask=inside & (i < count), other=0)
     tl.store(tokens + segment * size + i, token, mask=inside)
     tl.store(positions + segment * size + i, position, mask=inside)
-    # What is behind the table goes to the dump page.
+    # Positions past the end of the table go to the dump page.
     place = place_of(tables + slot * tables_b, position, inside & (position < capacity), PAGE)
     tl.store(entries + segment * size + i, place, mask=inside)
 
@@ -133,12 +133,11 @@ def _segment_kernel(
 def segment_places(
     starts: Tensor, counts: Tensor, slots: Tensor, tables: Tensor, text: Tensor, page: int, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For prefill in segments: the tokens of each, and where they stand in the text and in the pages of KV,
-    int64 [n, size] each.
+    """For prefill in segments: the tokens of each segment, their positions in the text and their places in
+    the pages of KV, int64 [n, size] each.
 
-    Segment s, of starts, counts and slots int64 [n], takes the `size` tokens of text[slots[s]] from
-    starts[s] on; the first counts[s] are real, and those behind are 0. The rope table must have all of the
-    positions.
+    Segment s has the `size` tokens of text[slots[s]] from starts[s] on; only the first counts[s] are real,
+    the others are 0. starts, counts and slots are int64 [n]. The rope table must cover all positions.
     """
     check_tables(tables, page)
     (n,), device = starts.shape, text.device
@@ -156,7 +155,7 @@ def _prune_kernel(
     tokens, parents, scores, places, out_tokens, out_parents, num_nodes, num_kept,
     NODES: tl.constexpr, ROWS: tl.constexpr, MAPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """First each node's place among those kept; then, with MAPS, tokens and parents go there."""
+    """Without MAPS, find each node's place among the kept nodes; with MAPS, move tokens and parents there."""
     await_turn(OVERLAP)
     b = tl.program_id(1).to(tl.int64)
     node, other = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, NODES)
@@ -172,7 +171,7 @@ def _prune_kernel(
     else:
         scores += b * num_nodes
         theirs = tl.load(scores + other, mask=other < num_nodes, other=-float("inf"))
-        # How many are better than each node, and than each of the others: equal ones by their order.
+        # The number of better nodes; of equal ones the first is better.
         rank = tl.zeros([NODES], tl.int32)
         for i in tl.range(0, num_nodes):
             score = tl.load(scores + i)
@@ -184,7 +183,7 @@ def _prune_kernel(
 
 
 def prune(tokens: Tensor, parents: Tensor, scores: Tensor, num_kept: int) -> tuple[Tensor, Tensor]:
-    """The tokens and parents of a tree's best nodes, see `TokenTree.pruned`: [B, num_kept] each.
+    """The tokens and parents of a tree's best nodes, as `TokenTree.pruned`: [B, num_kept] each.
 
     tokens, parents and scores are [B, N]. Scores must not be nan.
     """

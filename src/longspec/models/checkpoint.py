@@ -36,14 +36,14 @@ _SAFETENSORS_TYPES = {
 class WeightFiles:
     """The weights of a model folder: safetensors or pickled `.bin` files, whole or in shards.
 
-    Files are opened, and checked, when the object is made; tensors are read when asked for.
-    A context manager: leaving it closes the files, tensors already read stay valid.
+    The constructor opens and checks the files; `tensor` reads one tensor.
+    A context manager: leaving it closes the files; tensors that were read stay valid.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._stack = contextlib.ExitStack()
-        with self._stack:  # closes what is open when a later file is bad
+        with self._stack:  # if a later file is bad, this closes the open ones
             self._file_of = self._open()
             self._stack = self._stack.pop_all()
         self.names: set[str] = set(self._file_of)
@@ -60,27 +60,26 @@ class WeightFiles:
         self.close()
 
     def close(self) -> None:
-        """Close the files."""
         self._stack.close()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, without reading it."""
+        """The shape of one tensor, from the file's header."""
         return self._find(name).meta(name)[0]
 
     def num_bytes(self) -> int:
-        """The bytes all tensors take together, without reading them."""
+        """The bytes of all tensors together, from the files' headers."""
         return sum(self._bytes_of(name) for name in self.names)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that most of the weights, by bytes, are stored in."""
+        """The dtype that most bytes of the weights are stored in."""
         totals: Counter[torch.dtype] = Counter()
         for name in self.names:
             totals[self._find(name).meta(name)[1]] += self._bytes_of(name)
         return totals.most_common(1)[0][0]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor, on the CPU and in its stored type."""
+        """Read one tensor, on the CPU and in its stored dtype."""
         return self._find(name).tensor(name)
 
     def _bytes_of(self, name: str) -> int:
@@ -103,7 +102,7 @@ class WeightFiles:
             if index.is_file():
                 return self._open_shards(index)
         raise UserError(
-            f"{self.folder} has no weights: {' or '.join(_SINGLE_FILES)}, or their index of shards"
+            f"{self.folder} has no weights: no {' or '.join(_SINGLE_FILES)}, and no index of shards"
         )
 
     def _open_shards(self, index: Path) -> "dict[str, _File]":
@@ -111,12 +110,12 @@ class WeightFiles:
         files: dict[str, _File] = {}
         for shard in sorted(set(weight_map.values())):
             if not (self.folder / shard).is_file():
-                raise UserError(f"{self.folder / shard} is missing, which {index.name} names: fetch it again")
+                raise UserError(f"{index.name} names {self.folder / shard}, which is missing: fetch it again")
             files[shard] = self._open_file(self.folder / shard)
         for name, shard in weight_map.items():
             if name not in files[shard].names:
                 raise UserError(
-                    f"{self.folder / shard} lacks the tensor {name!r} that {index.name} places there"
+                    f"{index.name} says that {self.folder / shard} has the tensor {name!r}, but it does not"
                 )
         return {name: files[shard] for name, shard in weight_map.items()}
 
@@ -131,9 +130,9 @@ def _read_index(index: Path) -> dict[str, str]:
     if not weight_map:
         raise UserError(f"{index} names no tensors")
     for name, shard in weight_map.items():
-        # A plain file name: an index must not lead to files outside its folder.
+        # Only a plain file name: an index must not point to files outside its folder.
         if shard in ("", ".", "..") or "/" in shard or "\0" in shard or len(shard) > 255:
-            raise UserError(f"{index} names {shown(shard)}, which is no file name, for {shown(name)}")
+            raise UserError(f"{index} names {shown(shard)} for {shown(name)}, which is not a file name")
     return weight_map
 
 
@@ -158,7 +157,7 @@ class _SafetensorsFile:
             self.metas = {name: self._read_meta(name) for name in self.names}
         except UserError:
             raise
-        except Exception as error:  # SafetensorError, OSError, and what odd headers provoke
+        except Exception as error:  # SafetensorError, OSError, and whatever a damaged header causes
             raise _damaged(path, error) from error
 
     def _read_meta(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
@@ -180,19 +179,21 @@ class _SafetensorsFile:
 
 
 class _PickleFile:
-    """A `.bin` file: read with `weights_only`, so it cannot run code, and mapped where its format allows."""
+    """A `.bin` file. `weights_only` keeps it from running code; it is mapped if its format allows."""
 
     def __init__(self, path: Path) -> None:
         try:
             mapped = zipfile.is_zipfile(path)  # files from before torch 1.6 are not, and cannot be mapped
-            with warnings.catch_warnings(action="ignore"):  # about odd pickles, which end in an error anyway
+            with warnings.catch_warnings(action="ignore"):  # bad pickles end in an error anyway
                 state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         except pickle.UnpicklingError as error:
-            raise UserError(f"{path} is damaged, or holds more than tensors and was not run") from error
+            raise UserError(
+                f"{path} is damaged, or holds code besides tensors, which is never run"
+            ) from error
         except Exception as error:
             raise _damaged(path, error) from error
         if not isinstance(state, dict) or not all(_is_entry(*item) for item in state.items()):
-            raise UserError(f"{path} holds something else than named tensors")
+            raise UserError(f"{path} holds something other than named tensors")
         self.state: dict[str, torch.Tensor] = state
         self.names = set(state)
 
@@ -209,7 +210,7 @@ def _is_entry(name: object, value: object) -> bool:
 
 def _damaged(path: Path, error: Exception) -> UserError | MemoryError:
     if out_of_memory(error):
-        return MemoryError(f"there is no memory to read {path}")
+        return MemoryError(f"there is not enough memory to read {path}")
     return UserError(f"{path} is truncated or damaged ({_first_line(error)}): fetch it again")
 
 

@@ -32,30 +32,29 @@ from longspec.models.target import Transformer
 
 
 class DraftPass(Protocol):
-    """Where the draft's queries look. Decoding, plain or fused, and training bring their own."""
+    """What the draft's queries attend to. Plain decoding, fused decoding and training each have a class."""
 
     @property
     def ops(self) -> Ops:
-        """What the small work around products is done by."""
+        """Computes everything around the products."""
         ...
 
     def attend_self(self, qkv: Tensor) -> Tensor:
-        """Attend to the draft's own window, to which the keys and values of the projection [B, T, (H + 2 K)
-        D] are new; returns [B, T, H D]."""
+        """Add the keys and values of the projection [B, T, (H + 2 K) D] to the draft's window, and attend to
+        it; returns [B, T, H D]."""
         ...
 
     def attend_cross(self, queries: Tensor) -> Tensor:
-        """Attend to the target's KV of all cross layers, as far as the queries' lag allows: queries and
-        result are [B, T, C H D]."""
+        """Attend to the target's KV of all cross layers, as far as the lag allows; queries and result are
+        [B, T, C H D]."""
         ...
 
 
 class GlideDraft(nn.Module):
     """Self-attention over its own tokens, cross-attention over the target's cache, feed-forward.
 
-    It has neither embedding nor head: both are the target's. Its keys and values depend on token and
-    position alone, because what depends on the target's progress enters behind self-attention. So entries of
-    its cache are never stale.
+    It uses the target's embedding and head. Its keys and values depend only on token and position, because
+    the target's hidden state enters after self-attention. So the entries of its cache are never stale.
     """
 
     vocab_ids: Tensor | None
@@ -85,13 +84,13 @@ class GlideDraft(nn.Module):
             raise UserError(
                 f"draft_vocab {config.draft_vocab} exceeds the target's {target.vocab_size} tokens"
             )
-        # Not on the meta device, where torch imports sympy for it, which takes a second.
+        # Not on the meta device: there torch would import sympy for arange, which takes a second.
         ids = torch.arange(config.draft_vocab, device="cpu")
         self.register_buffer("vocab_ids", ids if config.draft_vocab else None)
 
     @classmethod
     def from_pretrained(cls, path: str | PathLike[str], target: Transformer, target_name: str) -> GlideDraft:
-        """Read a draft for this target: one of our folders, a published one, a .pth file or a hub id."""
+        """Read a draft for this target: from one of our folders, a published one, a .pth file or the hub."""
         from longspec.hub import resolve_draft
         from longspec.models.draft_files import load_draft
 
@@ -104,7 +103,7 @@ class GlideDraft(nn.Module):
         target_name: str,
         acceptance: dict[str, Any] | None = None,
     ) -> None:
-        """Write `config.json` and `model.safetensors`, with what tells this target from others."""
+        """Write `config.json` and `model.safetensors`, with a fingerprint of the target."""
         from longspec.models.draft_files import Fingerprint, save_draft
 
         save_draft(self, Path(folder), Fingerprint.of(target), target_name, acceptance)
@@ -117,7 +116,7 @@ class GlideDraft(nn.Module):
         acceptance: dict[str, Any] | None = None,
         private: bool = False,
     ) -> str:
-        """Save to a repository of the Hugging Face hub, made if need be; returns its address."""
+        """Save to a repository of the Hugging Face hub, which is created if needed; returns its address."""
         from huggingface_hub import HfApi
 
         with TemporaryDirectory() as folder:
@@ -126,13 +125,13 @@ class GlideDraft(nn.Module):
             try:
                 repository = api.create_repo(hub_id, private=private, exist_ok=True)
                 api.upload_folder(repo_id=hub_id, folder_path=folder, commit_message="Draft by longspec")
-            except Exception as error:  # no login, no network, no rights: the hub's client says which
+            except Exception as error:  # no login, network or rights: the hub's client says which
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise UserError(f"cannot push the draft to {hub_id}: {reason}") from error
         return str(repository)
 
     def initialise(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
-        """Fresh weights: small normal matrices, zero biases, unit norms, gates close to the identity."""
+        """Draw new weights: small normal matrices, zero biases, unit norms, gates near the identity."""
         for module in self.modules():
             if isinstance(module, Linear):
                 nn.init.normal_(module.weight, std=std, generator=generator)
@@ -152,10 +151,10 @@ class GlideDraft(nn.Module):
         return q, k, v
 
     def forward(self, x: Tensor, feature: Tensor | None, lags: Tensor | None, run: DraftPass) -> Tensor:
-        """Hidden states [B, T, E] of embedded tokens x [B, T, E], plain, as training asks for them.
+        """Hidden states [B, T, E] of embedded tokens x [B, T, E], for training.
 
-        `feature` [B, T or 1, E] is the target's final hidden state at each query's newest verified token,
-        which stands `lags`, int64 [B] or [1], before it.
+        `feature` [B, T or 1, E] is the target's final hidden state at each query's newest verified token.
+        That token is `lags`, int64 [B] or [1], positions before the query.
         """
         added = self.project_feature(feature, lags)
         return self.read(x, x if added is None else x + added, run)
@@ -163,48 +162,50 @@ class GlideDraft(nn.Module):
     def read(self, x: Stream, stream: Stream, run: DraftPass) -> Tensor:
         """Hidden states [B, T, E] for the head.
 
-        x is the embedded tokens, all of which get keys and values; `stream` is the same with what the
-        target's hidden state adds (`project_feature`), of those tokens whose hidden states are asked for.
+        x is the embedded tokens; all of them get keys and values. `stream` is x plus `project_feature`, for
+        only those tokens whose hidden states are needed.
         """
         out = run.attend_self(self.enter(x, run.ops))
         queries, stream = self.query(stream, out, run.ops)
         return self.finish(stream, run.attend_cross(queries), run.ops)
 
     def enter(self, x: Stream, ops: Ops) -> Tensor:
-        """What comes before self-attention: its projection."""
+        """Norm x and project it to queries, keys and values of self-attention."""
         return ops.normed_linear(self.reader, x)[0]
 
     def query(self, stream: Stream, out: Tensor, ops: Ops) -> tuple[Tensor, Stream]:
-        """From self-attention's result to the queries of cross-attention, [B, T, C H D]."""
+        """Compute the queries of cross-attention, [B, T, C H D], from self-attention's result."""
         cross = (self.cross_norm, self.cross_q)
         return ops.normed_linear(cross, ops.add_linear(self.self_output, out, stream, cross))
 
     def finish(self, stream: Stream, out: Tensor, ops: Ops) -> Tensor:
-        """From cross-attention's result to what the head reads."""
+        """Compute what the head reads from cross-attention's result."""
         stream = ops.add_linear(self.cross_output, out, stream, (self.ffn_norm, self.ffn.gate_up))
         return ops.finish(ops.feed_forward(self.ffn, self.ffn_norm, stream, None), self.final_norm)
 
     @property
     def reader(self) -> Reader:
-        """What reads the embedded tokens."""
+        """The norm and projection that read the embedded tokens."""
         return self.self_norm, self.qkv
 
     def project_feature(self, feature: Tensor | None, lags: Tensor | None = None) -> Tensor | None:
-        """What the target's hidden state [B, T or 1, E] adds to the stream of queries that lag so far behind
-        it (the newest verified token stands `lags`, int64 [B] or [1], before the query); None where the draft
-        does not use it."""
+        """What the target's hidden state [B, T or 1, E] adds to the stream; None if the draft does not use
+        it.
+
+        The newest verified token is `lags`, int64 [B] or [1], positions before the query.
+        """
         if self.feature is None:
             return None
         assert feature is not None, "this draft needs the target's hidden state"
         projected: Tensor = self.feature(feature)
         if (gates := self._gates()) is None:
             return projected
-        assert lags is not None, "this draft is told how far it lags"
+        assert lags is not None, "this draft has lag gates, so it needs the lags"
         scale, shift = (gate[lags - 1] for gate in gates)
         return torch.addcmul(shift, projected, scale)
 
     def features(self, feature: Tensor, depth: int) -> list[Tensor | None]:
-        """What the target's hidden state [B, 1, E] adds at each of so many levels of a tree."""
+        """What the target's hidden state [B, 1, E] adds to the stream at each of `depth` levels of a tree."""
         projected = None if self.feature is None else self.feature(feature)
         if projected is None or (gates := self._gates()) is None:
             return [projected] * depth
@@ -212,7 +213,7 @@ class GlideDraft(nn.Module):
         return list(torch.addcmul(shift, projected, scale).unbind(0))
 
     def _gates(self) -> tuple[Tensor, Tensor] | None:
-        """Scale and shift of each lag, [max_lag, 1, E]; None where there are none."""
+        """Scale and shift of each lag, [max_lag, 1, E]; None if the draft has no gates."""
         if self.lag_scale is None or self.lag_shift is None:
             return None
         shape = (self.config.max_lag, 1, -1)
@@ -220,11 +221,11 @@ class GlideDraft(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """The target's head for the draft: the whole of it, or the rows that the draft's vocabulary keeps."""
+    """The target's head for the draft: all of its rows, or those of the draft's vocabulary."""
 
     def __init__(self, target: Transformer, vocab_ids: Tensor | None, int8: bool = False) -> None:
         super().__init__()
-        self._target = (target,)  # in a tuple, so that it does not become a part of this module
+        self._target = (target,)  # in a tuple, so that torch does not register it as a submodule
         self.vocab_ids = vocab_ids
         self.vocabulary = frozenset(() if vocab_ids is None else vocab_ids.tolist())
         self.rows: nn.Module | None = None
@@ -243,7 +244,7 @@ class DraftHead(nn.Module):
 
     @cached_property
     def token_ids(self) -> Tensor:
-        """The token of each score, int64 [V']."""
+        """The token id of each score, int64 [V']."""
         if self.vocab_ids is not None:
             return self.vocab_ids
         target = self._target[0]
@@ -254,22 +255,22 @@ class DraftHead(nn.Module):
         return self._target[0].logits(hidden) if self.rows is None else scores(self.rows, hidden)
 
     def in_context(self, tokens: Iterable[int]) -> DraftHead | ContextHead:
-        """This head, and where it is a reduced one on a CPU, the rows of the context's own `tokens` too."""
+        """This head; for a reduced head on a CPU, also with the rows of the context's own `tokens`."""
         target = self._target[0]
         weight = target.embedding if target.config.tied_head else target.head.weight
-        # A packed head has no rows to read, and on a GPU shapes must stay fixed.
+        # The rows of a packed head cannot be read, and on a GPU shapes must stay fixed.
         if self.vocab_ids is None or weight.device.type != "cpu" or weight.is_mkldnn:
             return self
         return ContextHead(self, weight, tokens)
 
 
 class ContextHead:
-    """A reduced head, and beside it the rows of tokens that it lacks and the context has.
+    """A reduced head, plus rows for tokens that it lacks but that occur in the context.
 
     Texts repeat their own words. The head grows with the text, so each request has its own.
     """
 
-    # Reading so many fp32 rows takes about as long as an int8 head of 8,192 rows.
+    # To read this many fp32 rows takes about as long as to read an int8 head of 8,192 rows.
     MOST = 1024
 
     def __init__(self, head: DraftHead, weight: Tensor, tokens: Iterable[int]) -> None:
@@ -280,7 +281,7 @@ class ContextHead:
         self.add(tokens)
 
     def add(self, tokens: Iterable[int]) -> None:
-        """Take in what the vocabulary lacks of `tokens`, as long as there is room."""
+        """Add the rows of those `tokens` that are missing, while there is room."""
         lacking = (token for token in dict.fromkeys(tokens) if token not in self._head.vocabulary)
         room = self.MOST - len(self._extra)
         fresh = [token for token in lacking if token not in self._extra][:room]

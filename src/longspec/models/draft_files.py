@@ -22,7 +22,7 @@ from longspec.models.target import Transformer
 from longspec.records import as_record, read_record
 
 ARCHITECTURE = "glide"
-# The published code lets a query see 512 positions back and its own, and drafts as deep as it is told to.
+# In the published code a query sees its own position and the 512 before it, and the depth is not limited.
 PUBLISHED = DraftConfig(window=513, max_lag=64)
 PUBLISHED_FILE = "draft_model_weights.pth"
 _SAMPLES = 256
@@ -30,7 +30,7 @@ _SAMPLES = 256
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a draft remembers of the target it was trained for."""
+    """Identifies the target that a draft was trained for."""
 
     shape: dict[str, Any]
     dtype: str
@@ -38,7 +38,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, target: Transformer) -> Fingerprint:
-        """A target's shape, and values spread over its embedding and norms."""
+        """The target's shape, and sample values of its embedding and norms."""
         shape = {
             name: getattr(target.config, name)
             for name in (
@@ -52,7 +52,7 @@ class Fingerprint:
         return cls(shape, dtype, torch.cat(samples).float().tolist())
 
     def same_weights(self, other: Fingerprint) -> bool:
-        """Whether the sampled values agree, as far as the coarser of the two types can tell."""
+        """Whether the sample values agree within the precision of the coarser dtype."""
         steps = {"float32": 1e-6, "float16": 2**-10, "bfloat16": 2**-7}
         step = max(steps.get(self.dtype, 2**-7), steps.get(other.dtype, 2**-7))
         if len(self.weights) != len(other.weights):
@@ -67,12 +67,12 @@ def _spread(weight: Tensor, count: int) -> Tensor:
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
-# Bounded, because each number becomes a loop of the round or a row of a table.
+# The numbers are bounded, because each becomes a loop of a round or a row of a table.
 _TREE = r"^[1-9][0-9]{0,3}(,[1-9][0-9]{0,3}){0,63}(/[1-9][0-9]{0,3})?$"
 
 
 class AcceptanceTable(TypedDict, total=False):
-    """Measured acceptance, from which `auto` plans; see `longspec.decoding.expected`."""
+    """Measured acceptance: `auto` plans with it (`longspec.decoding.expected`)."""
 
     chain: Annotated[list[Share], Field(max_length=512)]
     trees: dict[Annotated[str, Field(pattern=_TREE)], Annotated[list[Share], Field(max_length=512)]]
@@ -80,16 +80,16 @@ class AcceptanceTable(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class LoadedDraft:
-    """A draft with what its folder says of it."""
+    """A draft and what its folder says about it."""
 
     draft: GlideDraft
     target_name: str | None
     acceptance: dict[str, Any]
-    """Measured acceptance, from which `auto` plans; empty where nobody measured it."""
+    """As `AcceptanceTable`; empty if it was not measured."""
 
 
 def published_names(config: DraftConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Our parameter names, each with the published names whose rows it joins; used to read and to write."""
+    """Our parameter names, each with the published names whose rows it joins; for reading and writing."""
     kinds = ("weight", "bias") if config.qkv_bias else ("weight",)
     for kind in kinds:
         yield f"qkv.{kind}", tuple(f"self_attn.{name}_proj.{kind}" for name in "qkv")
@@ -133,7 +133,7 @@ def save_draft(
     target_name: str,
     acceptance: dict[str, Any] | None = None,
 ) -> None:
-    """Write the folder; each file appears whole or not at all."""
+    """Write the folder. Each file appears complete or not at all."""
     from safetensors.torch import save
 
     config = {
@@ -171,7 +171,7 @@ def load_draft(path: Path, target: Transformer, target_name: str) -> LoadedDraft
     for name, tensor in draft.named_parameters():
         if not torch.isfinite(tensor).all():
             warnings.warn(
-                f"the draft {path} has values that are not finite in {name}: answers stay right, but slow",
+                f"the draft {path} has values in {name} that are not finite: answers stay correct but slow",
                 stacklevel=2,
             )
             break
@@ -189,13 +189,13 @@ def read_draft_config(path: Path) -> DraftConfig:
     unknown = next((name for name in record.draft if name not in names), None)
     if unknown is not None:
         raise UserError(
-            f"the draft {path} needs {shown(unknown)}, which this version does not know; update longspec"
+            f"the draft {path} uses {shown(unknown)}, which this version does not know; update longspec"
         )
     return as_record(record.draft, DraftConfig, f"cannot read {path / 'config.json'}: draft")
 
 
 def read_draft_record(path: Path) -> DraftRecord | None:
-    """What config.json says, where it is one of ours; else None."""
+    """The content of config.json; None if the draft is not in our format."""
     file = path / "config.json"
     if not (path.is_dir() and file.is_file()):
         return None
@@ -216,13 +216,13 @@ def _check_target(path: Path, record: DraftRecord, target: Transformer, target_n
     if not known.same_weights(here):
         warnings.warn(
             f"the draft {path} was trained for {trained_for}; {target_name} has the same shape but other "
-            "weights: answers stay right, but fewer tokens may be accepted",
+            "weights: answers stay correct, but fewer tokens may be accepted",
             stacklevel=2,
         )
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a folder or a file, wherever they lie in it."""
+    """All tensors of a draft's folder or file."""
     file = path
     if path.is_dir():
         candidates = ("model.safetensors", PUBLISHED_FILE, "pytorch_model.bin")
@@ -237,16 +237,16 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
             tensors = load_file(file)
         else:
             tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file makes both readers raise what they like
+    except Exception as error:  # a damaged file can make either reader raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"cannot read the draft {file}: {reason}") from error
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise UserError(f"cannot read the draft {file}: it is not a table of tensors")
+        raise UserError(f"cannot read the draft {file}: it holds something other than named tensors")
     return {name.removeprefix("draft_model."): tensor for name, tensor in tensors.items()}
 
 
 def _build(path: Path, tensors: dict[str, Tensor], config: DraftConfig, target: Transformer) -> GlideDraft:
-    with torch.device("meta"):  # a config that asks for more than its file has is refused before it costs
+    with torch.device("meta"):  # so that a config that asks for huge weights is refused before allocation
         shapes = GlideDraft(target.config, config).state_dict()
     state = {}
     for ours, theirs in published_names(config):

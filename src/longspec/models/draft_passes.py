@@ -1,4 +1,4 @@
-"""Passes of the draft while decoding: over its ring and its tree, and over the target's KV in place."""
+"""The draft's passes in decoding: attention to its ring, to its tree and to the target's pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longspec.models.rope import rotate
 
 @dataclass(frozen=True)
 class PlainDraftPass:
-    """By torch's operations: the root, or one level of nodes."""
+    """The root or one level of nodes, with torch's operations."""
 
     draft: GlideDraft
     ring: DraftRing
@@ -24,12 +24,12 @@ class PlainDraftPass:
     attention: Attention
     plan: AttentionPlan
     rope: Rope
-    """Of all tokens that are projected; those whose hidden states are asked for come first."""
+    """Of all projected tokens; the queries come first."""
     entries: Tensor | None
-    """Where the keys and values go in the ring, [B, T]; None: behind it, as nodes from `first` on."""
+    """Where in the ring the keys and values go, [B, T]; None: after the ring, as nodes from `first` on."""
     first: int
     sees: Tensor
-    """What of the ring the queries see: the number of its first entries, [B], or a mask [B, n, S]."""
+    """Which entries the queries see: how many of the first ones, [B], or a mask [B, n, S]."""
     num_queries: int
     ops: Ops = PLAIN
 
@@ -43,7 +43,7 @@ class PlainDraftPass:
         return attend(q[:, : self.num_queries], self.ring.keys, self.ring.values, self.sees)[0].flatten(2)
 
     def attend_cross(self, queries: Tensor) -> Tensor:
-        # Every node of a round lags far enough to see the whole prefix.
+        # Each node of a round lags at least 1, so it may see the whole prefix.
         cos, sin = (part[:, : self.num_queries] for part in self.rope)
         heads = rotate(queries.unflatten(-1, (-1, self.draft.head_dim)), cos, sin)
         layers = self.draft.config.layers_of(self.draft.target_config)
@@ -56,7 +56,7 @@ class PlainDraftPass:
 
 @dataclass(frozen=True)
 class FusedDraftPass:
-    """By our own kernels."""
+    """The root or one level of nodes, with our own kernels."""
 
     draft: GlideDraft
     ring: DraftRing
@@ -64,14 +64,14 @@ class FusedDraftPass:
     attention: Attention
     plan: AttentionPlan
     table: Tensor
-    """Of `RopeTable`."""
+    """`RopeTable.table`."""
     parents: Tensor
-    """Of the tree's nodes, int64 [B, N]; those of the levels that are there."""
+    """Of the tree's nodes so far, int64 [B, N]."""
     positions: Tensor
-    """Of all tokens that are projected, [B, T]."""
+    """Of all projected tokens, [B, T]."""
     entries: Tensor
     queries_at: Tensor
-    """The positions of those whose hidden states are asked for, [B, n]."""
+    """The positions of the queries, [B, n]."""
     first: int
     depth: int
     ops: Ops
@@ -88,7 +88,7 @@ class FusedDraftPass:
     def attend_cross(self, queries: Tensor) -> Tensor:
         from longspec.kernels.rope import rope_write
 
-        # Queries alone: no head of a cache takes part.
+        # Only queries are rotated, so the keys and values have no heads.
         none = self.ring.keys[:, :0]
         heads = rope_write(queries, self.table, self.queries_at, self.queries_at, none, none)
         cross = _cross_pages(self.pages, self.draft.config.layers_of(self.draft.target_config))
@@ -100,8 +100,8 @@ class FusedDraftPass:
 
 
 def _cross_pages(pages: Pages, layers: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
-    """The keys and values of these layers: as one pair [C, K, S, D] where the layers stand evenly, so that
-    one call attends to all of them; otherwise a pair of each."""
+    """The keys and values of these layers. Evenly spaced layers give one pair [C, K, S, D], so that one call
+    attends to all of them; other layers give one pair each."""
     step = layers[1] - layers[0] if len(layers) > 1 else 1
     if step > 0 and layers == tuple(range(layers[0], layers[-1] + 1, step)):
         every = slice(layers[0], layers[-1] + 1, step)

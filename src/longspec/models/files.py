@@ -15,7 +15,7 @@ from longspec.records import read_record
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or, if anything goes wrong, as it was before."""
+    """Write a file atomically: if anything goes wrong, the old file stays."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -27,18 +27,18 @@ def write_whole(path: Path, data: bytes) -> None:
     except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = error.filename or str(path)  # a write that fails does not name its file
+            error.filename = error.filename or str(path)  # a failed write does not name its file
         raise
 
 
 def clear_unfinished(path: Path) -> None:
-    """Remove what a process that was killed while it wrote this file left behind."""
+    """Remove the temporary files of processes that were killed while they wrote this file."""
     for leftover in path.parent.glob(f".{path.name}-*"):
         leftover.unlink(missing_ok=True)
 
 
 def read_config(folder: Path, values: Mapping[str, Any] | None = None) -> ModelConfig:
-    """The shape of the model in a Hugging Face folder; of `values` where they are known without one."""
+    """The shape of the model in a Hugging Face folder, or of `values`, the content of its config.json."""
     if values is None:
         folder /= "config.json"
         values = read_record(folder, dict[str, Any])
@@ -47,13 +47,13 @@ def read_config(folder: Path, values: Mapping[str, Any] | None = None) -> ModelC
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The model's own settings for generation, nothing where it has none."""
+    """The model's own settings for generation; empty if it has none."""
     path = folder / "generation_config.json"
     return read_record(path, dict[str, Any]) if path.is_file() else {}
 
 
 def eos_ids(folder: Path) -> frozenset[int]:
-    """Every id that the model's files say ends an answer."""
+    """Every token id that ends an answer, from the model's files."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = folder / name
@@ -62,5 +62,5 @@ def eos_ids(folder: Path) -> frozenset[int]:
             with naming(path):
                 found.add(whole_number("eos_token_id", one))
                 if not abs(one) < 2**31:
-                    raise UserError(f"eos_token_id is {shown(one)}, which is no token's")
+                    raise UserError(f"eos_token_id is {shown(one)}, which is not a token id")
     return frozenset(found)

@@ -1,25 +1,25 @@
-"""The small work around products by our own kernels: between two products lies one launch, or none."""
+"""`Ops` with our own kernels: between two products there is one launch, or none."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from longspec.kernels.embed import embed
-from longspec.kernels.norm import Norm, Stream, norm_stream
+from longspec.kernels.norm import Norm, Residual, norm_stream
 from longspec.kernels.silu import silu_mul
 from longspec.models.layers import FeedForward, Linear, Reader, RMSNorm
 
 
 class FusedOps:
-    """By our own kernels: products of few rows do the work around them in the same launch, others leave it to
-    a launch of its own."""
+    """A product of few rows does norm, gate and residual in the same launch; a larger one has launches of
+    their own for them."""
 
     def embed(
         self, tokens: Tensor, table: Tensor, added: Tensor | None, following: Reader
-    ) -> tuple[Stream, Stream]:
+    ) -> tuple[Residual, Residual]:
         return embed(tokens, table, added, factor_for(following, tokens.numel()))
 
-    def normed_linear(self, reader: Reader, stream: Stream) -> tuple[Tensor, Stream]:
+    def normed_linear(self, reader: Reader, stream: Residual) -> tuple[Tensor, Residual]:
         norm, linear = reader
         if linear.covers(stream.x):
             out, stream = linear.few_rows(stream, norm=_settings(norm))
@@ -27,20 +27,20 @@ class FusedOps:
         normed, stream = norm_stream(stream, _settings(norm))
         return linear(normed), stream
 
-    def last(self, stream: Stream, num_tokens: int) -> Stream:
+    def last(self, stream: Residual, num_tokens: int) -> Residual:
         assert stream.delta is None
-        return Stream(stream.x[:, -num_tokens:].contiguous())
+        return Residual(stream.x[:, -num_tokens:].contiguous())
 
-    def add_linear(self, linear: Linear, x: Tensor, stream: Stream, following: Reader | None) -> Stream:
+    def add_linear(self, linear: Linear, x: Tensor, stream: Residual, following: Reader | None) -> Residual:
         if not linear.covers(x):
-            return Stream(linear.add_to(stream.x, x))
+            return Residual(linear.add_to(stream.x, x))
         factor = factor_for(following, x.numel() // x.shape[-1])
-        added: Stream = linear.few_rows(Stream(x), residual=stream.x, factor=factor)[0]
+        added: Residual = linear.few_rows(Residual(x), residual=stream.x, factor=factor)[0]
         return added
 
     def feed_forward(
-        self, ffn: FeedForward, norm: RMSNorm, stream: Stream, following: Reader | None
-    ) -> Stream:
+        self, ffn: FeedForward, norm: RMSNorm, stream: Residual, following: Reader | None
+    ) -> Residual:
         if ffn.gate_up.covers(stream.x):
             out, stream = ffn.gate_up.few_rows(stream, norm=_settings(norm), gated=True)
             inner = out.x
@@ -49,14 +49,14 @@ class FusedOps:
             inner = silu_mul(ffn.gate_up(normed))
         return self.add_linear(ffn.down, inner, stream, following)
 
-    def finish(self, stream: Stream, norm: RMSNorm | None) -> Tensor:
+    def finish(self, stream: Residual, norm: RMSNorm | None) -> Tensor:
         if norm is not None:
             return norm_stream(stream, _settings(norm))[0]
         return stream.x if stream.delta is None else stream.x + stream.delta
 
 
 def factor_for(reader: Reader | None, num_rows: int) -> Tensor | None:
-    """The norm's weight, where those who make so many rows of the stream do what the norm needs."""
+    """The norm's weight if the kernel that makes the stream should prepare for the norm, else None."""
     return reader[0].weight if reader is not None and reader[1].folds(num_rows) else None
 
 

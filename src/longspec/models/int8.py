@@ -1,7 +1,7 @@
 """An int8 copy of the draft's matrices, for the CPU.
 
-The time of a draft's pass is that of reading its weights. At a quarter of the bytes they stay in the
-processor's cache between the passes of a round. Rounding changes what is proposed, never what is emitted.
+A pass of the draft takes as long as reading its weights. In int8 they need a quarter of the bytes and stay in
+the processor's cache between the passes of a round. Rounding changes what is proposed, never what is emitted.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ DRAFT_DTYPES = ("auto", "int8", "target")
 
 
 class Int8Linear(nn.Module):
-    """A frozen `Linear` on the CPU: int8 weights with a scale per row, activations rounded as they come."""
+    """A frozen `Linear` on the CPU: int8 weights with one scale per row; inputs are rounded at each call."""
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
         weight = linear.weight.detach()
-        # Without VNNI the sum of two products must fit in 16 bits, so weights have 7 bits there.
+        # Without VNNI the sum of two products must fit in 16 bits, so weights get 7 bits.
         largest = 127 if _has_vnni() else 63
         scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny).double() / largest
         with warnings.catch_warnings():
@@ -37,7 +37,7 @@ class Int8Linear(nn.Module):
 
     @staticmethod
     def supports(linear: Linear) -> bool:
-        """Whether this build of torch has the kernel, and the weights can be rounded at all."""
+        """Whether this build of torch has the kernel, and the weights are finite fp32."""
         weight = linear.weight
         return (
             weight.device.type == "cpu"
@@ -48,8 +48,8 @@ class Int8Linear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias, nearly."""
-        # The kernel refuses nan. A broken draft may compute it, and may propose anything.
+        """x @ weight.T + bias, approximately."""
+        # The kernel refuses nan, which a broken draft may compute; a draft may propose anything.
         result: Tensor = torch.ops.quantized.linear_dynamic(x.nan_to_num(), self._packed)
         return result
 
@@ -61,7 +61,7 @@ class Int8Linear(nn.Module):
 
 
 def round_linears(module: nn.Module) -> None:
-    """Replace every `Linear` below `module` that can be rounded by its int8 form."""
+    """Replace every `Linear` inside `module` by its int8 form, if it can be rounded."""
     replace_linears(module, Int8Linear)
 
 
@@ -71,7 +71,7 @@ def check_draft_dtype(draft_dtype: str) -> None:
 
 
 def wants_int8(draft_dtype: str, draft: nn.Module) -> bool:
-    """Whether to round a draft; "auto" does so wherever it is possible."""
+    """Whether to round a draft; "auto" does it if possible."""
     check_draft_dtype(draft_dtype)
     linears = [child for child in draft.modules() if isinstance(child, Linear)]
     possible = bool(linears) and all(map(Int8Linear.supports, linears))
@@ -83,6 +83,6 @@ def wants_int8(draft_dtype: str, draft: nn.Module) -> bool:
 
 
 def _has_vnni() -> bool:
-    """Whether products of bytes are summed in 32 bits."""
+    """Whether the CPU sums products of bytes in 32 bits."""
     asked = getattr(torch.cpu, "_is_vnni_supported", None)
     return asked is not None and bool(asked())

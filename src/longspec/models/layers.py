@@ -12,20 +12,20 @@ from longspec.config import ModelConfig
 from longspec.models.rope import rotate
 
 Stream = Any
-"""The residual stream between two products, in the form that the `Ops` at work give it."""
+"""The residual stream between two products: a tensor for `PlainOps`, a `Residual` for `FusedOps`."""
 
 
 class ForwardPass(Protocol):
-    """What all layers of one forward pass share. Decoding, plain or fused, and training bring their own."""
+    """What all layers of a forward pass share: one class for plain decoding, fused decoding and training."""
 
     @property
     def ops(self) -> Ops:
-        """What the small work around products is done by."""
+        """Computes everything around the products."""
         ...
 
     def attend(self, module: SelfAttention, qkv: Tensor) -> Tensor:
-        """Attend by a layer's projection [B, T, (H + 2 K) D] of the new tokens; returns [B, T, H D], or of
-        the last tokens only, where nobody asks for the others."""
+        """Attend with a layer's projection [B, T, (H + 2 K) D] of the new tokens. Returns [B, T, H D], or
+        fewer tokens if only the last ones are needed."""
         ...
 
 
@@ -38,47 +38,47 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of x; the mean square is taken in fp32."""
+        """Normalise the last dimension of x; the mean square is computed in fp32."""
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
 class Linear(nn.Linear):
-    """A matrix, and a bias where the family has one; not filled until weights are loaded or drawn.
+    """A matrix, and a bias if the family has one; not initialised until weights are loaded or drawn.
 
-    A linear owns its product: called, it takes any number of rows; `few_rows` is for few of them on a GPU,
-    with the small work around the product in the same launch.
+    A linear owns its product. Calling it works for any number of rows. `few_rows` is for few rows on a GPU
+    and computes what is around the product in the same launch.
     """
 
-    bias: nn.Parameter | None  # type: ignore[assignment]  # torch declares that there always is one
+    bias: nn.Parameter | None  # type: ignore[assignment]  # torch declares that it is never None
 
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
         super().__init__(num_in, num_out, bias)
 
     def reset_parameters(self) -> None:
-        """Nothing: torch would fill what is about to be replaced."""
+        """Do nothing: torch would fill weights that are replaced right after."""
 
     def add_to(self, total: Tensor, x: Tensor) -> Tensor:
-        """The product of x [..., in] added to `total` [..., out], in its place where that can be, because the
-        sum then needs no pass over memory of its own."""
+        """Add the product of x [..., in] to `total` [..., out], in place if possible, because that saves a
+        pass over memory."""
         if self.bias is not None or not total.is_contiguous():
             return total + self(x)
         total.view(-1, total.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), self.weight.T)
         return total
 
     def covers(self, x: Tensor) -> bool:
-        """Whether `few_rows` is for this product."""
+        """Whether to use `few_rows` for this product."""
         from longspec.kernels.linear import covers
 
         return covers(x, self.weight)
 
     def folds(self, num_rows: int) -> bool:
-        """Whether `few_rows` wants what its norm needs made ahead, by whoever makes the stream."""
+        """Whether the kernel that makes the stream should prepare for the norm of `few_rows`."""
         from longspec.kernels.linear import folds
 
         return folds(num_rows, self.weight)
 
     def few_rows(self, x: Any, **around: Any) -> tuple[Any, Any]:
-        """The product of few rows; see `longspec.kernels.linear.few_rows` for what can be around it."""
+        """The product of few rows, with the options of `longspec.kernels.linear.few_rows`."""
         from longspec.kernels.linear import few_rows
 
         return few_rows(x, self.weight, self.bias, **around)
@@ -87,11 +87,11 @@ class Linear(nn.Linear):
 class PackedLinear(nn.Module):
     """A frozen fp32 `Linear` on the CPU, its weight in oneDNN's blocked layout.
 
-    Reading the weights bounds decoding on a CPU; this layout streams them about twice as fast as a plain
-    matrix does, for one row and for a tree of rows alike. The plain copy is dropped.
+    Decoding on a CPU takes as long as reading the weights. This layout is read about twice as fast as a plain
+    matrix, for one row and for a tree of rows. The plain copy is dropped.
     """
 
-    # oneDNN has a slower kernel for fewer rows than this: 1 row took 20 ms where 4 rows took 15.
+    # oneDNN has a slower kernel for fewer rows: 1 row took 20 ms, 4 rows took 15.
     MIN_ROWS = 4
 
     def __init__(self, linear: Linear) -> None:
@@ -102,7 +102,7 @@ class PackedLinear(nn.Module):
 
     @staticmethod
     def supports(linear: Linear) -> bool:
-        """Whether this build of torch can pack it."""
+        """Whether this build of torch can pack `linear`."""
         weight = linear.weight
         return (
             weight.device.type == "cpu"
@@ -112,7 +112,6 @@ class PackedLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias."""
         rows = x.numel() // x.shape[-1]
         if rows >= self.MIN_ROWS:
             return self._apply_packed(x)
@@ -130,19 +129,17 @@ class PackedLinear(nn.Module):
 
 
 class LinearForm(Protocol):
-    """Another form of a `Linear`: a class of modules, made from one."""
+    """A class of modules that can replace a `Linear`."""
 
-    def __call__(self, linear: Linear) -> nn.Module:
-        """The other form of `linear`."""
-        ...
+    def __call__(self, linear: Linear) -> nn.Module: ...
 
     def supports(self, linear: Linear) -> bool:
-        """Whether `linear` has it here."""
+        """Whether `linear` can be replaced on this machine."""
         ...
 
 
 def replace_linears(module: nn.Module, form: LinearForm) -> None:
-    """Replace every `Linear` below `module` that supports it by another form."""
+    """Replace every `Linear` inside `module` by another form, if that supports it."""
     for name, child in module.named_children():
         if isinstance(child, Linear) and form.supports(child):
             setattr(module, name, form(child))
@@ -151,16 +148,16 @@ def replace_linears(module: nn.Module, form: LinearForm) -> None:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replace every `Linear` below `module` that can be packed by its packed form."""
+    """Replace every `Linear` inside `module` by its packed form, if it can be packed."""
     replace_linears(module, PackedLinear)
 
 
-# So much of a half-precision head is turned into fp32 at a time.
+# This many rows of a half-precision head are converted to fp32 at a time.
 _HEAD_ROWS = 16384
 
 
 def scores(head: nn.Module, hidden: Tensor) -> Tensor:
-    """The head's scores in fp32, whatever the type of its weights: rounded to that, near ones would tie."""
+    """The head's scores in fp32, whatever the dtype of its weights: rounded scores would often tie."""
     if not isinstance(head, Linear) or head.weight.dtype == torch.float32:
         return head(hidden)
     weight = head.weight
@@ -173,7 +170,7 @@ def scores(head: nn.Module, hidden: Tensor) -> Tensor:
 Rope = tuple[Tensor, Tensor]
 """cos and sin of the tokens' positions."""
 Reader = tuple[RMSNorm, Linear]
-"""A norm of the residual stream, and the projection of what it gives."""
+"""A norm of the residual stream, and the projection that follows it."""
 
 
 class SelfAttention(nn.Module):
@@ -210,13 +207,13 @@ class FeedForward(nn.Module):
         self.down = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return down(silu(gate(x)) * up(x))."""
+        """down(silu(gate(x)) * up(x))"""
         gate, up = self.gate_up(x).chunk(2, -1)
         return self.down(F.silu(gate).mul_(up) if not torch.is_grad_enabled() else F.silu(gate) * up)
 
 
 class Block(nn.Module):
-    """One decoder layer: attention, then feed-forward, each behind a norm and a residual."""
+    """One decoder layer: attention, then feed-forward, each with a norm before it and a residual."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -226,7 +223,7 @@ class Block(nn.Module):
         self.ffn = FeedForward(config.hidden_size, config.intermediate_size)
 
     def forward(self, stream: Stream, run: ForwardPass, following: Reader | None = None) -> Stream:
-        """The residual stream after this layer, for `following` to read."""
+        """The residual stream after this layer; `following` reads it next."""
         qkv, stream = self.enter(stream, run.ops)
         out = run.attend(self.attention, qkv)
         if out.shape[1] < qkv.shape[1]:
@@ -234,55 +231,55 @@ class Block(nn.Module):
         return self.leave(stream, out, run.ops, following)
 
     def enter(self, stream: Stream, ops: Ops) -> tuple[Tensor, Stream]:
-        """What comes before attention: its projection."""
+        """Norm the stream and project it to queries, keys and values."""
         return ops.normed_linear(self.reader, stream)
 
     def leave(self, stream: Stream, out: Tensor, ops: Ops, following: Reader | None) -> Stream:
-        """What comes behind it."""
+        """Add attention's result `out` to the stream, then the feed-forward."""
         stream = ops.add_linear(self.attention.output, out, stream, (self.ffn_norm, self.ffn.gate_up))
         return ops.feed_forward(self.ffn, self.ffn_norm, stream, following)
 
     @property
     def reader(self) -> Reader:
-        """What reads the stream first."""
+        """The norm and projection that read the stream first."""
         return self.attention_norm, self.attention.qkv
 
 
 class Ops(Protocol):
-    """The small work around products: by torch's operations, or fused into our kernels."""
+    """What is computed around products: with torch's operations, or fused into our kernels."""
 
     def embed(
         self, tokens: Tensor, table: Tensor, added: Tensor | None, following: Reader
     ) -> tuple[Stream, Stream]:
-        """The rows of table [V, E] that tokens [B, T] name, for `following` to read; and the stream with
-        `added` [B, T or 1, E] on top."""
+        """The rows of table [V, E] for tokens [B, T], which `following` reads next; and the same plus `added`
+        [B, T or 1, E]."""
         ...
 
     def normed_linear(self, reader: Reader, stream: Stream) -> tuple[Tensor, Stream]:
-        """The projection of the normed stream, and the stream with nothing lacking."""
+        """The projection of the normed stream, and the complete stream."""
         ...
 
     def last(self, stream: Stream, num_tokens: int) -> Stream:
-        """The stream of the last tokens alone; nothing may be lacking in it."""
+        """The stream of the last tokens only; it must be complete."""
         ...
 
     def add_linear(self, linear: Linear, x: Tensor, stream: Stream, following: Reader | None) -> Stream:
-        """The stream with the projection of x added to it; the stream that was given is used up."""
+        """The stream plus the projection of x. It may overwrite the given stream."""
         ...
 
     def feed_forward(
         self, ffn: FeedForward, norm: RMSNorm, stream: Stream, following: Reader | None
     ) -> Stream:
-        """The stream behind the feed-forward."""
+        """The stream after the feed-forward."""
         ...
 
     def finish(self, stream: Stream, norm: RMSNorm | None) -> Tensor:
-        """The stream as a tensor, normed where there is a norm."""
+        """The stream as a tensor, normed if there is a norm."""
         ...
 
 
 class PlainOps:
-    """By torch's operations: on any device, and with gradients. The stream is a tensor."""
+    """With torch's operations: on any device, with gradients. The stream is a tensor."""
 
     def embed(
         self, tokens: Tensor, table: Tensor, added: Tensor | None, following: Reader

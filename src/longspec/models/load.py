@@ -1,4 +1,4 @@
-"""Fill a `Transformer` with the weights of a Hugging Face checkpoint."""
+"""Build a `Transformer` from the weights of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def load_target(
 ) -> Transformer:
     """Build a frozen target from the tensors that `read` gives, ready for inference.
 
-    On a CPU each layer's matrices are packed as soon as they are read, so that peak memory stays near
-    the size of the model; for training, which needs gradients through the head, they are not (`pack`).
+    On a CPU, `pack` packs the matrices of each layer as soon as they are read, so that peak memory stays near
+    the size of the model. Training needs plain matrices, because gradients pass through the head.
     """
     with torch.device("meta"):
         model = Transformer(config)
     model.requires_grad_(False).eval()
-    # Not `to_empty`, because on a meta tensor it makes torch import sympy, which takes a second.
+    # Not `to_empty`: on a meta tensor it makes torch import sympy, which takes a second.
     model.rope.table = torch.empty(model.rope.table.shape, device=device)
     waiting: dict[str, int] = {}
     sources_of = dict(FAMILIES[config.family].weights(config))
@@ -44,7 +44,7 @@ def load_target(
         parameter = model.get_parameter(name)
         tensor = _join(name, sources, read, parameter.shape).to(device=device, dtype=dtype)
         _replace(model, name, nn.Parameter(tensor, requires_grad=False))
-        # The sum, because it is one pass without a copy, and not finite if a value is not.
+        # The sum is one pass without a copy, and it is not finite if any value is not.
         if not math.isfinite(tensor.sum(dtype=torch.float32)):
             raise UserError(f"weight {sources[0]!r} has values that are not finite; fetch the weights again")
         on_progress(tensor.numel() * tensor.element_size())

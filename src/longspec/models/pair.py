@@ -19,13 +19,13 @@ from longspec.models.target import Transformer
 
 @dataclass(frozen=True)
 class Pair:
-    """Both with plain weights: a target that is packed for inference passes no gradients."""
+    """Both with plain weights, because no gradients pass through packed ones."""
 
     target: Transformer
     """Frozen."""
     draft: GlideDraft
     eos_ids: frozenset[int]
-    """What ends an answer of the target, by its files."""
+    """The tokens that end an answer of the target."""
 
 
 def load_pair(
@@ -40,7 +40,7 @@ def load_pair(
 ) -> Pair:
     """Load a target, with the draft of that name or path, or with a fresh one from `draft_config` and `seed`.
 
-    `config` is the target's, where the one beside its weights is not to be read.
+    `config` replaces the target's own config file.
     """
     folder = hub.resolve(target).folder
     config = config or read_config(folder)

@@ -1,4 +1,4 @@
-"""Forward passes of the target over pages of KV, plain and fused: one for all layers."""
+"""Forward passes of the target over pages of KV, plain and fused. One object serves all layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlainPass:
-    """New tokens follow what is in the pages, and join it; by torch's operations."""
+    """Writes the new tokens' KV into the pages and attends, with torch's operations."""
 
     pages: Pages
     places: Tensor
@@ -27,11 +27,9 @@ class PlainPass:
     attention: Attention
     plan: AttentionPlan
     end: AttentionPlan | None = None
-    """See `paged_pass`."""
     ops: Ops = PLAIN
 
     def attend(self, module: SelfAttention, qkv: Tensor) -> Tensor:
-        # Keys and values are written past the prefix first.
         q, k, v = module.heads(qkv, self.rope)
         self.pages.write(module.layer, self.places, k, v)
         return _attend(self, module.layer, q)
@@ -39,17 +37,16 @@ class PlainPass:
 
 @dataclass(frozen=True)
 class FusedPass:
-    """The same by our own kernels."""
+    """The same with our own kernels."""
 
     pages: Pages
     places: Tensor
     positions: Tensor
     table: Tensor
-    """Of `RopeTable`."""
+    """`RopeTable.table`."""
     attention: Attention
     plan: AttentionPlan
     end: AttentionPlan | None
-    """See `paged_pass`."""
     ops: FusedOps
 
     def attend(self, module: SelfAttention, qkv: Tensor) -> Tensor:
@@ -64,7 +61,7 @@ class FusedPass:
 
 
 def _attend(run: PlainPass | FusedPass, layer: int, q: Tensor) -> Tensor:
-    """Attend by the queries of a layer whose keys and values are written."""
+    """Attend with the queries of a layer whose keys and values are already written."""
     plan, k, v = run.plan, *run.pages.layer(layer)
     if run.end is not None and layer == run.pages.num_layers - 1:
         plan, q = run.end, q[:, -run.end.num_new :]
@@ -80,10 +77,10 @@ def paged_pass(
     fused: bool,
     end: AttentionPlan | None = None,
 ) -> ForwardPass:
-    """A pass over tokens that stand at `positions` [B, T] of their texts and at `places` of the pages.
+    """A pass over tokens at `positions` [B, T] of their texts, whose KV goes to `places` [B, T] of the pages.
 
-    With `end`, a plan for the last tokens, only their hidden states are computed: the last layer then makes
-    the keys and values of the others and nothing else of them.
+    `end` is a plan for the last tokens. With it, only their hidden states are computed: for the other tokens
+    the last layer computes keys and values and nothing else.
     """
     if not fused:
         return PlainPass(pages, places, target.rope(positions), target.attention, plan, end)

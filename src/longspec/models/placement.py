@@ -1,4 +1,4 @@
-"""Device, dtype and memory of a target: decided before anything is loaded."""
+"""Choose device and dtype and check the memory before anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError
 
-# Interpreter, libraries, activations of a prefill chunk and the logits.
+# Memory for the interpreter, libraries, activations of a prefill chunk and the logits.
 OVERHEAD = 700 * 2**20
 LEAST_CONTEXT = 512
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def pick_device(name: str | torch.device) -> torch.device:
-    """The torch device called `name`; "auto" is a GPU where there is one."""
+    """The torch device called `name`; "auto" is the GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -29,7 +29,7 @@ def pick_device(name: str | torch.device) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:0")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+        raise UserError(f"there is no device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices")
     return device
 
 
@@ -42,7 +42,7 @@ def device_name(device: torch.device) -> str:
 
 
 def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """The torch type called `name`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    """The torch dtype called `name`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
     name = str(name).removeprefix("torch.")
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -53,7 +53,7 @@ def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a target needs on a device, and those that are free there."""
+    """The bytes that a target needs, and those that are free on the device."""
 
     weights: int
     kv_per_token: int
@@ -61,26 +61,26 @@ class MemoryPlan:
 
     @property
     def context_that_fits(self) -> int:
-        """Tokens of one row's context that fit beside the weights; 0 when not even those do."""
+        """How many tokens of context fit next to the weights; 0 if not even the weights fit."""
         return max(0, (self.free - self.weights - OVERHEAD) // self.kv_per_token)
 
 
 def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
-    """Work out what the target takes in `dtype` and what is free on `device`."""
+    """Compute what the target needs in `dtype`, and read what is free on `device`."""
     weights = config.num_parameters * dtype.itemsize
     if device.type == "cpu" and dtype == torch.float32 and config.tied_head:
-        # A packed head cannot be the embedding too.
+        # A packed head cannot also be the embedding, so there are two copies.
         weights += config.vocab_size * config.hidden_size * dtype.itemsize
     return MemoryPlan(weights, config.kv_bytes_per_token(dtype.itemsize), free_memory(device))
 
 
 def draft_weights(config: ModelConfig, draft: DraftConfig, dtype: torch.dtype) -> int:
-    """Bytes of a draft's weights, and of the rows of the target's head that it keeps a copy of."""
+    """The bytes of a draft's weights and of its copy of rows of the target's head."""
     return (draft.num_parameters(config) + draft.draft_vocab * config.hidden_size) * dtype.itemsize
 
 
 def check_fits(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
-    """Refuse a target that does not fit, saying what would."""
+    """Refuse a target that does not fit, and say what would fit."""
     plan = plan_memory(config, dtype, device)
     if plan.context_that_fits >= min(LEAST_CONTEXT, config.max_length):
         return plan
@@ -97,14 +97,14 @@ def check_fits(name: str, config: ModelConfig, dtype: torch.dtype, device: torch
 
 
 def gigabytes(num_bytes: float) -> str:
-    """A size for people."""
+    """A size as text, such as "1.5 GB"."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device."""
+    """The bytes that can still be allocated on the device."""
     if device.type == "cuda":
-        # Memory that torch has reserved and does not use is free for us.
+        # We can use what torch has reserved but not allocated.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     free = _meminfo("MemAvailable")
@@ -115,7 +115,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes that the device has, whoever uses them; of a CPU, as far as a container may go."""
+    """All bytes of the device, used or free; for a CPU at most the container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     limit = _cgroup("memory.max")
@@ -124,20 +124,20 @@ def total_memory(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def memory_explained(asked: str, way_out: str) -> Iterator[None]:
-    """Turn the allocators' errors about memory into a `UserError` that says what was asked for."""
+    """Turn an allocator's error about memory into a `UserError` that says what the memory was for."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
         if not out_of_memory(error):
             raise
-        raise UserError(f"there is no memory for {asked}; {way_out}") from error
+        raise UserError(f"there is not enough memory for {asked}; {way_out}") from error
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether the error means that memory ran out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    # The CPU's allocator, cuBLAS and mapped files raise a RuntimeError or OSError; only its text tells.
+    # The CPU's allocator, cuBLAS and mmap raise a RuntimeError or OSError; only the text tells the cause.
     signs = ("DefaultCPUAllocator", "ALLOC_FAILED", "Cannot allocate memory")
     return any(sign in str(error) for sign in signs)
 
@@ -151,7 +151,7 @@ def _meminfo(field: str) -> int:
 
 
 def _cgroup(name: str) -> int | None:
-    """A limit that a container sets; None where there is none."""
+    """A number from the container's cgroup; None if there is none."""
     try:
         return int(Path("/sys/fs/cgroup", name).read_text())
     except (OSError, ValueError):
@@ -159,7 +159,7 @@ def _cgroup(name: str) -> int | None:
 
 
 def _cgroup_inactive_files() -> int | None:
-    """File pages counted as used that the kernel gives up when asked for memory."""
+    """Bytes of cached files, which count as used but which the kernel frees when memory is needed."""
     try:
         lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Rotary position embedding, with the stretched variants that long-context models use."""
+"""Rotary position embedding, with the scaled variants of long-context models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def amplitude(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied by: 1 except for yarn, which sharpens attention a little."""
+    """The factor of cos and sin: 1, except for yarn, which sharpens attention a little."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -40,7 +40,7 @@ def amplitude(rope: RopeConfig) -> float:
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Slow pairs are stretched by `factor`, fast ones kept, those between blended."""
+    """Divide slow frequencies by `factor`, keep fast ones, and blend those in between."""
     turns = rope.original_length * plain / (2 * math.pi)
     low, high = rope.low_freq_factor, rope.high_freq_factor
     keep = ((turns - low) / (high - low)).clamp(0, 1)
@@ -48,7 +48,7 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, plain: Tensor, head_dim: int) -> Tensor:
-    """As llama3, but the blend is linear in the pair's index instead of in its frequency."""
+    """As llama3, but the blend is linear in the index of the pair, not in its frequency."""
 
     def pair_with(turns: float) -> float:
         wave = rope.original_length / (turns * 2 * math.pi)
@@ -69,8 +69,8 @@ class RopeTable(nn.Module):
     """cos and sin for positions 0..capacity-1, in fp32 and laid out for `rotate`."""
 
     table: Tensor
-    """[2, capacity, D]: one tensor, so that another thread never sees one of the two without the other."""
-    # Of the class, because a lock cannot be copied or pickled with a model.
+    """cos and sin, [2, capacity, D]: one tensor, so that another thread always sees a matching pair."""
+    # An attribute of the class, because a lock cannot be copied or pickled with a model.
     _growing = threading.Lock()
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
@@ -79,17 +79,17 @@ class RopeTable(nn.Module):
         self.register_buffer("table", torch.empty(2, 0, head_dim), persistent=False)
 
     def reserve(self, capacity: int) -> None:
-        """Make room for positions below `capacity`; a no-op when it is there already."""
+        """Grow the table to positions below `capacity`, if it is smaller."""
         if self.table.shape[1] >= capacity:
             return
-        # A table made in inference mode could not take part in training afterwards.
+        # Autograd could not use a table that was made in inference mode.
         with self._growing, torch.inference_mode(False), torch.no_grad():
             if self.table.shape[1] >= capacity:
                 return
             frequencies = inverse_frequencies(self._rope, self._head_dim)
             angles = torch.outer(torch.arange(capacity, dtype=torch.float32), frequencies)
             cos, sin = angles.cos() * amplitude(self._rope), angles.sin() * amplitude(self._rope)
-            # The sign of the rotation is kept in the table, so that `rotate` is three operations.
+            # The table holds the sign of the rotation, so that `rotate` takes only three operations.
             table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
             self.table = table.to(self.table.device)
 
@@ -100,6 +100,6 @@ class RopeTable(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the heads x [B, T, heads, D]; computed in fp32, returned in x's type."""
+    """Rotate the heads x [B, T, heads, D]; computed in fp32, returned in x's dtype."""
     swapped = x.roll(x.shape[-1] // 2, -1)
     return torch.addcmul(x * cos, swapped, sin).to(x.dtype)

@@ -12,7 +12,7 @@ from longspec.models.rope import RopeTable
 
 
 class Transformer(nn.Module):
-    """A decoder-only model. What its tokens attend to is the forward pass's business."""
+    """A decoder-only model. The `ForwardPass` decides what its tokens attend to."""
 
     def __init__(self, config: ModelConfig, attention: Attention | None = None) -> None:
         super().__init__()
@@ -28,12 +28,11 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
         return self.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights and of the KV."""
+        """The dtype of the weights and of the KV."""
         return self.embedding.dtype
 
     def forward(self, tokens: Tensor, run: ForwardPass) -> Tensor:
@@ -46,5 +45,5 @@ class Transformer(nn.Module):
         return run.ops.finish(stream, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the vocabulary in fp32, of hidden states that `forward` returned."""
+        """Scores over the vocabulary in fp32, for hidden states from `forward`."""
         return scores(self.head, hidden)

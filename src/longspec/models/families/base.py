@@ -1,4 +1,4 @@
-"""What a model family is: how its Hugging Face config is read, and what its weights are called."""
+"""A model family: how to read its Hugging Face config, and the names of its weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ _MOST, _MOST_LAYERS = 2**31 - 1, 4096
 
 
 class Family:
-    """Decoder-only models of one `model_type`. What is here holds for all families that there are; a family
-    overrides where it differs."""
+    """Decoder-only models of one `model_type`. A family overrides only what differs from this class."""
 
     name: ClassVar[str]
     """Hugging Face's `model_type`."""
@@ -24,11 +23,11 @@ class Family:
         raise NotImplementedError
 
     def default_head_dim(self, hidden_size: int, num_heads: int) -> int:
-        """Where the config does not tell."""
+        """The head size if the config does not give one."""
         return hidden_size // num_heads
 
     def window(self, raw: Mapping[str, Any]) -> int | None:
-        """The sliding window that some layer attends within; None where every layer sees all."""
+        """The sliding window, if any layer has one; None if every layer sees all tokens."""
         layers = raw.get("layer_types")
         if isinstance(layers, list | tuple):
             return read_count(raw, "sliding_window") if "sliding_attention" in layers else None
@@ -84,7 +83,7 @@ class Family:
             yield "head.weight", ("lm_head.weight",)
 
     def _refuse_unsupported(self, raw: Mapping[str, Any]) -> None:
-        """Name what would run wrongly."""
+        """Refuse by name what would run but give wrong results."""
         if raw.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UserError(f"hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is")
         if raw.get("mlp_bias"):
@@ -119,7 +118,7 @@ def _read_rope(raw: Mapping[str, Any], positions: int) -> RopeConfig:
         raise UserError(f"rope scaling {kind!r} needs a 'factor', and the config has none")
     names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
     known = {name: _read_real(values, name) for name in names if values.get(name) is not None}
-    # As in transformers, 0 is none.
+    # As in transformers, 0 means not given.
     known |= {name: _read_real(values, name) for name in ("mscale", "mscale_all_dim") if values.get(name)}
     original = "original_max_position_embeddings"
     rope = RopeConfig(
@@ -141,15 +140,15 @@ def _read_rope(raw: Mapping[str, Any], positions: int) -> RopeConfig:
 
 
 def _context_limit(rope: RopeConfig, positions: int) -> int:
-    """The context, where some configs give what was before stretching and others what comes out of it."""
+    """The longest context. Some configs give it before rope scaling and others after."""
     stretched = rope.factor * rope.original_length if rope.kind in ("linear", "yarn") else 0
     if stretched > _MOST:
-        raise UserError(f"the model config has a rope factor of {rope.factor:g}; no context is so long")
+        raise UserError(f"the model config has a rope factor of {rope.factor:g}; no context is that long")
     return max(positions, int(stretched))
 
 
 def _read_section(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """An object within the config; empty where there is none."""
+    """An object inside the config; empty if there is none."""
     value = raw.get(name)
     if value is not None and not isinstance(value, Mapping):
         raise UserError(f"the model config has {name} = {shown(value)}; an object is needed")

@@ -1,4 +1,4 @@
-"""Llama, and what is built like it: Vicuna, LongChat, SmolLM2."""
+"""Llama and models with the same architecture: Vicuna, LongChat, SmolLM2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from longspec.models.families.base import Family, read_flag
 
 
 class Llama(Family):
-    """The plain block; some have biases in attention."""
+    """The plain block; some models have biases in attention."""
 
     name = "llama"
 

@@ -17,5 +17,5 @@ class Mistral(Family):
         return {}
 
     def window(self, raw: Mapping[str, Any]) -> int | None:
-        # A config that does not mention it has transformers' default.
+        # 4096 is the default of transformers for configs without the field.
         return raw.get("sliding_window", 4096)

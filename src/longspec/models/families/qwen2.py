@@ -9,7 +9,7 @@ from longspec.models.families.base import Family
 
 
 class Qwen2(Family):
-    """Always with biases of q, k and v, and never with one behind attention."""
+    """q, k and v always have a bias; the output projection never has one."""
 
     name = "qwen2"
 

@@ -1,4 +1,4 @@
-"""Qwen3, the dense ones."""
+"""The dense Qwen3 models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from longspec.models.families.base import Family, read_flag
 
 
 class Qwen3(Family):
-    """Queries and keys are normed by head before they are rotated."""
+    """Queries and keys are normed per head before rope."""
 
     name = "qwen3"
 

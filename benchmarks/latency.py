@@ -67,6 +67,8 @@ class LatencySetting:
     dtype: str = "auto"
     attention: str = "auto"
     """auto is the backend that replays rounds: triton, on a GPU."""
+    exact: bool = False
+    """Whether rounds are those whose bits do not depend on what is computed beside."""
 
     def __post_init__(self) -> None:
         for name in ("contexts", "batches"):
@@ -249,7 +251,9 @@ def _engine(
             f"does not fit: the KV takes {gigabytes(needed)} and {gigabytes(free)} are free on {device}; "
             "a smaller context or batch would"
         )
-    engine = make_engine(target, *drafting, max_length=length, max_rows=batch, kv_memory=needed)
+    engine = make_engine(
+        target, *drafting, max_length=length, max_rows=batch, kv_memory=needed, exact=setting.exact
+    )
     fill_pages(engine.models.pages)
     return engine
 

@@ -80,6 +80,7 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tau", type=number, metavar="T", help="show the tree's tokens/s at this tau too")
     parser.add_argument("--attention", default="auto", help="auto (triton on a GPU), torch or triton")
+    parser.add_argument("--exact", action="store_true", help="rounds as with longspec generate --exact")
     add_device(parser)
     parser.add_argument(
         "--output", metavar="FOLDER", help="write latency.json, latency.md and latency.png there"
@@ -167,6 +168,7 @@ def _setting(arguments: argparse.Namespace) -> LatencySetting:
         repeats=arguments.repeats,
         device=arguments.device,
         dtype=arguments.dtype,
+        exact=arguments.exact,
         attention=arguments.attention,
     )
 

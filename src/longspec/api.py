@@ -121,6 +121,7 @@ class LongSpec:
         draft_dtype: str = "auto",
         max_rows: int | None = None,
         kv_memory: int | None = None,
+        exact: bool = False,
     ) -> LongSpec:
         """Load a target by short name, hub id, folder or .gguf file, and a draft by hub id, folder or .pth.
 
@@ -134,7 +135,8 @@ class LongSpec:
         the device where they are left out. Method "auto" wants this machine measured, which is done here,
         once, unless `calibrate` is off. attention names a backend: "triton", which "auto" is on a GPU,
         replays whole rounds as CUDA graphs. draft_dtype "int8" rounds the draft's weights, which "auto" does
-        on a CPU; "target" leaves them in the target's type.
+        on a CPU; "target" leaves them in the target's type. With `exact`, for half precision on a GPU, all
+        methods say the same words there too, whatever runs beside; rounds take a little longer.
         """
         backend = choose_backend(attention)
         check_draft_dtype(draft_dtype)  # told before a long load
@@ -161,7 +163,7 @@ class LongSpec:
             drafting, acceptance = _load_drafting(path, model, files.name, draft_dtype)
         engine = make_engine(
             model, *drafting, acceptance, max_length=max_length, limit=limit, max_rows=max_rows,
-            kv_memory=kv_memory,
+            kv_memory=kv_memory, exact=exact,
         )  # fmt: skip
         loaded = cls(
             engine,

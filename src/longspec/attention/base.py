@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from longspec.errors import UserError
+
+if TYPE_CHECKING:
+    from longspec.kernels.exact import Paths
 
 BACKENDS = ("torch", "triton", "reference")
 
@@ -32,6 +35,8 @@ class AttentionPlan:
     sinks: int = 0
     window: int | None = None
     """With a window, a query sees only the first `sinks` and the last `window` entries of the prefix."""
+    paths: Paths | None = None
+    """With these, a query gets the same bits whatever is computed beside it; see `longspec.kernels.exact`."""
     known: tuple[Sequence[int], Sequence[Sequence[int]]] | None = None
     """Lengths and tables, if the host knows them. To read them from a GPU, the host would have to wait."""
     masks: dict[int, Tensor] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from torch import Tensor
 from longspec.attention.base import AttentionPlan, copies_whole
 from longspec.attention.torch_backend import TorchAttention
 from longspec.kernels.attention import attend
+from longspec.kernels.exact import attend_exactly
 from longspec.kernels.merge import merge
 
 # The number of nodes of the largest tree. More queries than that are a prefill, where libraries are faster.
@@ -30,6 +31,8 @@ class TritonAttention(TorchAttention):
         if not self._covers(q):
             return super().attend(q, k, v, plan)
         tables, size = plan.tables, plan.page_size
+        if plan.paths is not None:
+            return attend_exactly(q, k, v, plan.lengths, tables, size, plan.paths)
         return attend(q, k, v, plan.lengths, tables, size, plan.tree, True, plan.sinks, plan.window)
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:

@@ -92,6 +92,11 @@ def add_size_arguments(parser: argparse._ActionsContainer) -> None:
         metavar="SIZE",
         help="memory for the KV of all prompts, such as 8GB or 512MB (default: what is free, in part)",
     )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="in half precision on a GPU: the same words by every method, whatever runs beside",
+    )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -246,6 +251,7 @@ def load(arguments: argparse.Namespace, calibrate: bool, max_rows: int | None = 
         draft_dtype=arguments.draft_dtype,
         max_rows=arguments.max_rows or max_rows,
         kv_memory=arguments.kv_memory,
+        exact=arguments.exact,
     )
 
 

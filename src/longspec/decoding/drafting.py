@@ -193,7 +193,7 @@ class _FusedDrafting(_Drafting):
     def hidden(self, level: range, depth: int, feature: Tensor | None) -> Tensor:
         from longspec.kernels.embed import embed_level
         from longspec.kernels.norm import Residual
-        from longspec.models.fused import FusedOps, factor_for
+        from longspec.models.fused import FusedOps
 
         table, ops = self.models.target.embedding, FusedOps()
         if depth == 0:
@@ -204,7 +204,7 @@ class _FusedDrafting(_Drafting):
             stream = Residual(total.x[:, :1])
         else:
             tokens = self.tree[0][:, level.start : level.stop]
-            factor = factor_for(self.draft.reader, tokens.numel())
+            factor = ops.factor(self.draft.reader, tokens.numel())
             where = (self.rows.lengths, depth, self.ring.window + level.start)
             x, stream, positions, entries = embed_level(tokens, table, feature, factor, where)
             at = positions

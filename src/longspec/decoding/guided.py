@@ -24,7 +24,7 @@ def run_guided(models: Models, rows: Slots, sampled: bool, masks: Tensor | None,
     """
     tree = TokenTree.chain(rows.roots[:, None])
     hidden = forward_chain_or_tree(models, rows, tree)
-    logits = models.target.logits(hidden[:, 0])
+    logits = models.target.logits(hidden[:, 0], models.exact)
     allowed = logits if masks is None else logits.masked_fill(~unpack(masks, logits.shape[1]), -torch.inf)
     choice = choose_rows(models, rows, allowed, rows.lengths + 1, sampled, rows.sampling.seen)
     zeros = torch.zeros_like(choice)

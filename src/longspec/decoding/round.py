@@ -38,6 +38,8 @@ class Models:
     draft: GlideDraft | None = None
     head: DraftHead | ContextHead | None = None
     """The target's head as the draft uses it."""
+    exact: bool = False
+    """Whether a token's bits depend on its text alone, and not on what is computed beside it."""
 
 
 def run_round(models: Models, rows: Slots, method: Method, sampled: bool) -> None:
@@ -59,15 +61,19 @@ def _finish_fused(models: Models, rows: Slots, method: Method, tree: TokenTree, 
     """Verify, accept and commit in few launches."""
     from longspec.kernels.choose import choose_tokens
     from longspec.kernels.commit import commit_path
+    from longspec.kernels.exact import Paths
     from longspec.kernels.settle import settle_round
     from longspec.kernels.tree import tree_sees
 
     target, pages, lengths = models.target, models.pages, rows.lengths
-    sees, positions, places = tree_sees(tree.parents, method.depth, lengths, rows.tables, pages.size)
+    path_shape = (*tree.parents.shape, method.depth + 1)
+    nodes = tree.parents.new_empty(path_shape) if models.exact else None
+    sees, positions, places = tree_sees(tree.parents, method.depth, lengths, rows.tables, pages.size, nodes)
     seen = None if tree.num_nodes == 1 else sees
-    plan = AttentionPlan(lengths, rows.tables, pages.size, tree.num_nodes, seen)
+    paths = None if nodes is None else Paths(positions, nodes)
+    plan = AttentionPlan(lengths, rows.tables, pages.size, tree.num_nodes, seen, paths=paths)
     hidden = target(tree.tokens, paged_pass(target, pages, positions, places, plan, True))
-    logits = target.logits(hidden)
+    logits = target.logits(hidden, models.exact)
     if method.draws:
         index = torch.arange(rows.num_rows, device=logits.device)
         found = accept_rejection(tree, lambda nodes: logits[index, nodes], rows, sampled)
@@ -103,6 +109,10 @@ def forward_chain_or_tree(
     positions = (lengths[:, None] + depths).expand_as(tree.tokens).contiguous()
     places = pages.places(rows.tables, lengths[:, None] + nodes)
     plan = AttentionPlan(lengths, rows.tables, pages.size, tree.num_nodes, sees, sinks, window)
+    if models.exact and sees is None and window is None:
+        from longspec.kernels.exact import chain_paths
+
+        plan = replace(plan, paths=chain_paths(positions))
     return target(tree.tokens, paged_pass(target, pages, positions, places, plan, models.fused))
 
 

@@ -239,6 +239,7 @@ def calibration_path(device: Device, methods: tuple[Method, ...]) -> Path:
                 [one.label for one in methods],
                 {str(rows): at for rows, at in timed_sizes(device).items()},
                 models.fused,
+                models.exact,
             ]
         ),
         (repr(draft.config), type(draft.qkv).__name__) if draft else None,

@@ -68,6 +68,7 @@ class Engine:
         num_pages: int,
         page_size: int,
         acceptance: Mapping[str, Any] | None = None,
+        exact: bool = False,
     ) -> None:
         with torch.inference_mode():
             fused = target.attention.can_fuse(target.embedding, target.config.head_dim)
@@ -76,7 +77,7 @@ class Engine:
             shape = replace(target.config, num_kv_heads=first.attention.num_kv_heads)
             with on_device(target.device):
                 pages = Pages.empty(shape, num_pages, page_size, target.device, target.dtype)
-                self.models = Models(target, pages, fused, draft, head)
+                self.models = Models(target, pages, fused, draft, head, exact)
                 self._candidates = candidates(draft, acceptance or {}, fused)
                 self.max_length = max_length
                 # Room for the trees of `auto` and of the default.

@@ -59,13 +59,15 @@ def take_segments(models: Models, slots: Slots, work: Segments, sampled: bool) -
     A piece sees those of its sequence that come before it, in this pass too: every layer writes the keys of
     all pieces before it attends.
     """
+    from longspec.kernels.exact import chain_paths
     from longspec.kernels.tree import segment_places
 
     target, size = models.target, models.pages.size
     tokens, positions, places = segment_places(
         work.starts, work.counts, work.slots, work.tables, slots.text, size, SEGMENT
     )
-    plan = AttentionPlan(work.starts, work.tables[work.slots], size, SEGMENT)
+    paths = chain_paths(positions) if models.exact else None
+    plan = AttentionPlan(work.starts, work.tables[work.slots], size, SEGMENT, paths=paths)
     hidden = target(tokens, paged_pass(target, models.pages, positions, places, plan, True))
     last = (work.counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[2])
     finish_prompts(models, slots, work, hidden.gather(1, last)[:, 0], sampled)
@@ -91,7 +93,7 @@ def finish_prompts(models: Models, slots: Slots, work: Segments, last: Tensor, s
     """Choose the first token of each prompt that is complete, by the hidden states [n, E] at the pieces'
     ends, and let its row run. What belongs to no prompt's end goes to the spare row."""
     goals, ends = work.goals, work.starts + work.counts
-    logits = models.target.logits(last)
+    logits = models.target.logits(last, models.exact)
     sampling = slots.sampling.at(goals) if sampled else slots.sampling
     if models.fused:
         from longspec.kernels.choose import choose_tokens

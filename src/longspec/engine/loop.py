@@ -25,6 +25,8 @@ IN_FLIGHT = 2
 # their next round.
 ALONE, BESIDE = 32768, 2048
 PLAIN_ALONE, PLAIN_BESIDE = 2048, 256
+# The depth of trees that exact attention is for; see `longspec.kernels.exact`.
+DEEPEST = 63
 
 
 @dataclass
@@ -77,7 +79,10 @@ class Loop:
         """The method as it runs here."""
         if (method, draws) not in self._fitted:
             width = self.width if method in self._candidates else 0
-            self._fitted[method, draws] = method.fit(self.models, draws, width)
+            fitted = method.fit(self.models, draws, width)
+            if self.models.exact and fitted.depth > DEEPEST:
+                raise UserError(f"{method.label} goes {fitted.depth} deep; exact is for at most {DEEPEST}")
+            self._fitted[method, draws] = fitted
         return self._fitted[method, draws]
 
     def drain(self) -> None:
@@ -113,7 +118,10 @@ class Loop:
     def turn(self) -> None:
         """Launch what comes next, and read what is there."""
         self._admit()
-        launched = self._launch_prompts()
+        # As many passes over prompts as rounds: those who come must not be fewer than those who leave.
+        launched = False
+        for _ in range(self.ahead):
+            launched |= self._launch_prompts()
         for group, seats in self._groups():
             launched |= self._launch_guided(seats) if group is None else self._launch_round(group, seats)
         in_flight = IN_FLIGHT if launched and self.models.target.device.type == "cuda" else 0
@@ -186,6 +194,9 @@ class Loop:
         left = len(first.text) - first.computed
         if not self.models.fused:
             return [self._piece(first, first.computed, PLAIN_ALONE if alone else PLAIN_BESIDE)]
+        if left >= BESIDE and self.is_large and self.models.exact:
+            # Chunks that depend on nothing but the text, because libraries' sums follow the shapes.
+            return [self._piece(first, first.computed, BESIDE - first.computed % BESIDE)]
         if left >= BESIDE and self.is_large:
             return [self._piece(first, first.computed, self._longest_chunk if alone else BESIDE)]
         pieces: list[tuple[Seat, Piece]] = []

@@ -9,6 +9,7 @@ import torch
 
 from longspec.engine.engine import Engine
 from longspec.engine.memory import page_size, size_engine
+from longspec.errors import UserError
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.placement import free_memory, memory_explained
 from longspec.models.target import Transformer
@@ -26,11 +27,20 @@ def make_engine(
     limit: int | None = None,
     max_rows: int | None = None,
     kv_memory: int | None = None,
+    exact: bool = False,
 ) -> Engine:
-    """An engine of the size that the device has room for."""
+    """An engine of the size that the device has room for.
+
+    If `exact`, what a sequence says does not depend on who is computed beside it, down to the last bit.
+    """
     config, dtype, device = target.config, target.dtype, target.device
     with torch.inference_mode():
         fused = target.attention.can_fuse(target.embedding, config.head_dim)
+    if exact and not fused:
+        raise UserError(
+            f"exact is for our kernels, and they do not run {str(dtype).removeprefix('torch.')} on {device}; "
+            "in float32 all methods say the same words without it"
+        )
     page = page_size(dtype, config.head_dim, fused)
     size = size_engine(
         config, dtype, device, free_memory(device), page, max_length, max_rows, kv_memory, limit
@@ -45,4 +55,5 @@ def make_engine(
             num_pages=size.num_pages,
             page_size=size.page_size,
             acceptance=acceptance,
+            exact=exact,
         )

@@ -73,7 +73,7 @@ def query_offsets(row, head, stride_t, stride_h, group) -> tl.tensor:
 
 
 @triton.jit
-def _tile_at(
+def tile_at(
     box, at, stride, layer, head, place, valid,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BOXES: tl.constexpr, EDGE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -99,8 +99,8 @@ def _absorb_edge(
     entry = first + tl.arange(0, BLOCK_S)
     valid = (entry >= low) & (entry < end)
     place = number * PAGE + first % PAGE
-    key = _tile_at(k, keys, k_s, layer, head, place, valid, D, BLOCK_D, BLOCK_S, BOXES, True)
-    value = _tile_at(v, values, v_s, layer, head, place, valid, D, BLOCK_D, BLOCK_S, BOXES, True)
+    key = tile_at(k, keys, k_s, layer, head, place, valid, D, BLOCK_D, BLOCK_S, BOXES, True)
+    value = tile_at(v, values, v_s, layer, head, place, valid, D, BLOCK_D, BLOCK_S, BOXES, True)
     # The other values may be nan, and 0 * nan is nan.
     value = tl.where(valid[:, None], value, 0.0)
     return absorb(query, key, value, valid[None, :], high, total, acc, scale, PRECISION, True)
@@ -176,8 +176,8 @@ def _prefix_kernel(
         place = number * PAGE + first % PAGE
         # Load the page number of the next tile now, so that the next iteration does not wait for it.
         number = tl.load(tables + tl.minimum(first + BLOCK_S, end - 1) // PAGE)
-        key = _tile_at(k, keys, k_s, layer, theirs, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
-        value = _tile_at(v, values, v_s, layer, theirs, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
+        key = tile_at(k, keys, k_s, layer, theirs, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
+        value = tile_at(v, values, v_s, layer, theirs, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
         high, total, acc = absorb(query, key, value, row, high, total, acc, scale, PRECISION, False)
     if edge < end:
         high, total, acc = _absorb_edge(

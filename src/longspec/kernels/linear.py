@@ -35,17 +35,20 @@ def few_rows(
     gated: bool = False,
     residual: Tensor | None = None,
     factor: Tensor | None = None,
+    exact: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Residual, Residual]:
     """x @ weight.T + bias; and the complete x [..., in].
 
     With `norm` it is the product of the normed x; only then may x have a `delta`. With `gated` the product is
     gate and up side by side, and the result is silu(gate) * up. `residual` [..., out] is added to the result.
-    With `factor`, the weight of the norm that follows, the result has `ahead`.
+    With `factor`, the weight of the norm that follows, the result has `ahead`. If `exact`, the bits of a row
+    do not depend on the other rows. The result has this `dtype`, or that of x.
     """
     assert x.delta is None or norm is not None, "only a norm adds the delta of x"
     value = x.x.contiguous()
     num_in = weight.shape[1]
-    if value.numel() == num_in <= _LONGEST and _is_small(weight):
+    if not exact and value.numel() == num_in <= _LONGEST and _is_small(weight):
         return _one_row(Residual(value, x.delta), weight, bias, norm, gated, residual)
     squares = None
     if norm is not None and x.ahead is not None:
@@ -54,7 +57,7 @@ def few_rows(
     elif norm is not None:
         value, x = norm_stream(x, norm)
     eps = 0.0 if norm is None else norm[1]
-    out, ahead = _several_rows(value, squares, weight, bias, eps, gated, residual, factor)
+    out, ahead = _several_rows(value, squares, weight, bias, eps, gated, residual, factor, exact, dtype)
     return Residual(out, ahead=ahead), x
 
 
@@ -92,12 +95,14 @@ def _several_rows(
     gated: bool,
     residual: Tensor | None,
     factor: Tensor | None,
+    exact: bool,
+    dtype: torch.dtype | None,
 ) -> tuple[Tensor, Ahead | None]:
     """With `squares`, value is `Ahead.scaled`."""
     num_out, num_in = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     num_rows = value.numel() // num_in
-    out = torch.empty(*value.shape[:-1], num_out, dtype=value.dtype, device=value.device)
-    tile = _tile(num_rows, weight, gated)
+    out = torch.empty(*value.shape[:-1], num_out, dtype=dtype or value.dtype, device=value.device)
+    tile = _tile(MOST_ROWS if exact else num_rows, weight, gated)
     grid = (triton.cdiv(num_out, tile.num_cols), triton.cdiv(num_rows, tile.num_rows))
     ahead = None if factor is None else Ahead.empty(factor, out, grid[0])
     num_parts = 1 if squares is None else len(squares)

@@ -22,8 +22,8 @@ Levels = tuple[Tensor, Tensor, Tensor]
 @launched
 @triton.jit(do_not_specialize=["num_nodes", "depth", "tables_b"])
 def _sees_kernel(
-    parents, lengths, tables, sees, positions, entries, num_nodes, depth, tables_b,
-    PAGE: tl.constexpr, NODES: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+    parents, lengths, tables, sees, positions, entries, paths, num_nodes, depth, tables_b,
+    PAGE: tl.constexpr, NODES: tl.constexpr, ROWS: tl.constexpr, PATHS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     await_turn(OVERLAP)
     b = tl.program_id(1).to(tl.int64)
@@ -37,17 +37,25 @@ def _sees_kernel(
         found = found | (other[None, :] == here[:, None])
     place = (b * num_nodes + node)[:, None] * num_nodes + other[None, :]
     tl.store(sees + place, found.to(tl.int8), mask=real[:, None] & (other < num_nodes)[None, :])
-    length = tl.load(lengths + b)
-    tl.store(positions + b * num_nodes + node, length + tl.sum(found.to(tl.int64), 1) - 1, mask=real)
+    length, level = tl.load(lengths + b), tl.sum(found.to(tl.int64), 1) - 1
+    tl.store(positions + b * num_nodes + node, length + level, mask=real)
+    if PATHS:
+        here = node.to(tl.int64)
+        for _ in tl.range(0, depth + 1):
+            at = (b * num_nodes + node) * (depth + 1) + level
+            tl.store(paths + at, here, mask=real & (level >= 0))
+            here = tl.load(parents + here, mask=real, other=0)
+            level -= 1
     place = place_of(tables + b * tables_b, length + node, real, PAGE)
     tl.store(entries + b * num_nodes + node, place, mask=real)
 
 
 def tree_sees(
-    parents: Tensor, depth: int, lengths: Tensor, tables: Tensor, page: int
+    parents: Tensor, depth: int, lengths: Tensor, tables: Tensor, page: int, paths: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Which nodes each node sees (itself and its ancestors), bool [B, N, N]; its position in the text and its
-    place in the pages of KV, int64 [B, N] each.
+    place in the pages of KV, int64 [B, N] each. `paths`, int64 [B, N, depth + 1], is filled with the nodes on
+    the way from the root to each node.
 
     parents [B, N] describe a tree of at most `depth` levels below the root, after a prefix of lengths [B]:
     node n has entry lengths + n. tables are int32 [B, M] (`longspec.kernels.pages`).
@@ -57,8 +65,9 @@ def tree_sees(
     sees = torch.empty(B, N, N, dtype=torch.bool, device=parents.device)
     positions, entries = torch.empty(2, B, N, dtype=torch.int64, device=parents.device).unbind(0)
     _sees_kernel[(triton.cdiv(N, _ROWS), B)](
-        parents.contiguous(), lengths, tables, sees.view(torch.int8), positions, entries, N, depth,
-        tables.stride(0), PAGE=page, NODES=max(_ROWS, triton.next_power_of_2(N)), ROWS=_ROWS,
+        parents.contiguous(), lengths, tables, sees.view(torch.int8), positions, entries,
+        positions if paths is None else paths, N, depth, tables.stride(0),
+        PAGE=page, NODES=max(_ROWS, triton.next_power_of_2(N)), ROWS=_ROWS, PATHS=paths is not None,
         **overlap(parents.device),
     )  # fmt: skip
     return sees, positions, entries

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from longspec.kernels.embed import embed
@@ -10,19 +12,24 @@ from longspec.kernels.silu import silu_mul
 from longspec.models.layers import FeedForward, Linear, Reader, RMSNorm
 
 
+@dataclass(frozen=True)
 class FusedOps:
     """A product of few rows does norm, gate and residual in the same launch; a larger one has launches of
     their own for them."""
 
+    exact: bool = False
+    """Whether a row gets the same bits whatever the other rows are. Then every product is by our kernel, and
+    every norm a launch of its own, because rows of any number must be rounded at the same places."""
+
     def embed(
         self, tokens: Tensor, table: Tensor, added: Tensor | None, following: Reader
     ) -> tuple[Residual, Residual]:
-        return embed(tokens, table, added, factor_for(following, tokens.numel()))
+        return embed(tokens, table, added, self.factor(following, tokens.numel()))
 
     def normed_linear(self, reader: Reader, stream: Residual) -> tuple[Tensor, Residual]:
         norm, linear = reader
-        if linear.covers(stream.x):
-            out, stream = linear.few_rows(stream, norm=_settings(norm))
+        if self.exact or linear.covers(stream.x):
+            out, stream = linear.few_rows(stream, norm=_settings(norm), exact=self.exact)
             return out.x, stream
         normed, stream = norm_stream(stream, _settings(norm))
         return linear(normed), stream
@@ -32,17 +39,18 @@ class FusedOps:
         return Residual(stream.x[:, -num_tokens:].contiguous())
 
     def add_linear(self, linear: Linear, x: Tensor, stream: Residual, following: Reader | None) -> Residual:
-        if not linear.covers(x):
+        if not (self.exact or linear.covers(x)):
             return Residual(linear.add_to(stream.x, x))
-        factor = factor_for(following, x.numel() // x.shape[-1])
-        added: Residual = linear.few_rows(Residual(x), residual=stream.x, factor=factor)[0]
+        around = {"factor": self.factor(following, x.numel() // x.shape[-1]), "exact": self.exact}
+        added: Residual = linear.few_rows(Residual(x), residual=stream.x, **around)[0]
         return added
 
     def feed_forward(
         self, ffn: FeedForward, norm: RMSNorm, stream: Residual, following: Reader | None
     ) -> Residual:
-        if ffn.gate_up.covers(stream.x):
-            out, stream = ffn.gate_up.few_rows(stream, norm=_settings(norm), gated=True)
+        if self.exact or ffn.gate_up.covers(stream.x):
+            around = {"norm": _settings(norm), "gated": True, "exact": self.exact}
+            out, stream = ffn.gate_up.few_rows(stream, **around)
             inner = out.x
         else:
             normed, stream = norm_stream(stream, _settings(norm))
@@ -54,10 +62,11 @@ class FusedOps:
             return norm_stream(stream, _settings(norm))[0]
         return stream.x if stream.delta is None else stream.x + stream.delta
 
-
-def factor_for(reader: Reader | None, num_rows: int) -> Tensor | None:
-    """The norm's weight if the kernel that makes the stream should prepare for the norm, else None."""
-    return reader[0].weight if reader is not None and reader[1].folds(num_rows) else None
+    def factor(self, reader: Reader | None, num_rows: int) -> Tensor | None:
+        """The norm's weight if the kernel that makes the stream should prepare for the norm, else None."""
+        if self.exact or reader is None or not reader[1].folds(num_rows):
+            return None
+        return reader[0].weight
 
 
 def _settings(norm: RMSNorm) -> Norm:

@@ -156,8 +156,17 @@ def pack_linears(module: nn.Module) -> None:
 _HEAD_ROWS = 16384
 
 
-def scores(head: nn.Module, hidden: Tensor) -> Tensor:
-    """The head's scores in fp32, whatever the dtype of its weights: rounded scores would often tie."""
+def scores(head: nn.Module, hidden: Tensor, exact: bool = False) -> Tensor:
+    """The head's scores in fp32, whatever the dtype of its weights: rounded scores would often tie.
+
+    If `exact`, by our kernels, with the same bits for a row whatever the other rows are.
+    """
+    if exact:
+        from longspec.kernels.norm import Residual
+
+        assert isinstance(head, Linear)
+        product: Tensor = head.few_rows(Residual(hidden), exact=True, dtype=torch.float32)[0].x
+        return product
     if not isinstance(head, Linear) or head.weight.dtype == torch.float32:
         return head(hidden)
     weight = head.weight

@@ -86,5 +86,5 @@ def paged_pass(
         return PlainPass(pages, places, target.rope(positions), target.attention, plan, end)
     from longspec.models.fused import FusedOps
 
-    table = target.rope.table
-    return FusedPass(pages, places, positions, table, target.attention, plan, end, FusedOps())
+    table, ops = target.rope.table, FusedOps(exact=plan.paths is not None)
+    return FusedPass(pages, places, positions, table, target.attention, plan, end, ops)

@@ -44,6 +44,6 @@ class Transformer(nn.Module):
             stream = block(stream, run, following)
         return run.ops.finish(stream, self.norm)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the vocabulary in fp32, for hidden states from `forward`."""
-        return scores(self.head, hidden)
+    def logits(self, hidden: Tensor, exact: bool = False) -> Tensor:
+        """Scores over the vocabulary in fp32, for hidden states from `forward`; see `scores`."""
+        return scores(self.head, hidden, exact)

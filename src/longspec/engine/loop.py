@@ -26,7 +26,7 @@ IN_FLIGHT = 2
 ALONE, BESIDE = 32768, 2048
 PLAIN_ALONE, PLAIN_BESIDE = 2048, 256
 # The depth of trees that exact attention is for; see `longspec.kernels.exact`.
-DEEPEST = 63
+DEEPEST = 31
 
 
 @dataclass
@@ -80,8 +80,8 @@ class Loop:
         if (method, draws) not in self._fitted:
             width = self.width if method in self._candidates else 0
             fitted = method.fit(self.models, draws, width)
-            if self.models.exact and fitted.depth > DEEPEST:
-                raise UserError(f"{method.label} goes {fitted.depth} deep; exact is for at most {DEEPEST}")
+            if self.models.exact and DEEPEST < fitted.depth < fitted.num_nodes - 1:
+                raise UserError(f"{method.label} is {fitted.depth} deep; exact trees have at most {DEEPEST}")
             self._fitted[method, draws] = fitted
         return self._fitted[method, draws]
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.launch import await_turn, launched, overlap
-from longspec.kernels.norm import MOST_ROWS, Ahead, Residual
+from longspec.kernels.norm import Ahead, Residual, most_rows
 
 _BLOCK = 1024
 
@@ -82,7 +82,7 @@ def _launch(
     _embed_kernel[(B * T, num_parts)](
         tokens, table, table if added is None else added.contiguous(), *(ahead or (out, out, out)),
         out, total, lengths, positions, entries, T, tokens.stride(0), size, depth, entry,
-        BLOCK=_BLOCK, MOST=MOST_ROWS, ADD=added is not None, AHEAD=ahead is not None, LEVEL=level is not None,
-        **overlap(table.device),
+        BLOCK=_BLOCK, MOST=most_rows(B * T), ADD=added is not None, AHEAD=ahead is not None,
+        LEVEL=level is not None, **overlap(table.device),
     )  # fmt: skip
     return Residual(out, ahead=ahead), Residual(total)

@@ -6,9 +6,10 @@ how many nodes, rows or programs there are, nor from where the prefix ends and t
 - Old keys, those before `border(p)`, are in the prefix whatever tree the query is in. They are taken in tiles
   that begin at multiples of their size, in parts of `share(p)` keys. Queries of one tree may differ in both;
   a key that a query does not count has weight 0, which changes no bit.
-- Recent keys, the last 64 to 127, are gathered in the order of positions: from the prefix, then from the
+- Recent keys, the last 32 to 63, are gathered in the order of positions: from the prefix, then from the
   nodes on the path to the query, wherever these stand.
-- Tiles have one size for any number of queries, because instructions and layouts follow from it.
+- Sums over keys are products by tensor cores, whose order does not depend on the number of queries in a tile;
+  that of a plain sum does.
 """
 
 from __future__ import annotations
@@ -37,12 +38,15 @@ from longspec.kernels.launch import await_turn, launched, overlap
 from longspec.kernels.pages import check_tables, place_of
 from longspec.kernels.tiling import choose_tiling, copies_tiles, precision
 
-_RECENT = tl.constexpr(128)
-# A text has 16 to 32 parts, once it is longer than 32 of the least size.
-_MOST_PARTS, _LEAST_SHARE = 16, tl.constexpr(256)
-_AT_ONCE, _WARPS = (16, 8), 8
+DEEPEST = 31
+"""The depth of trees for which recent keys suffice. A chain may be longer: its keys stand in order."""
+_RECENT = tl.constexpr(64)
+# A text of 4,096 tokens or more has 16 to 32 parts.
+_MOST_PARTS, _LEAST_SHARE = 32, tl.constexpr(256)
 # Folded rows that stand for any number of them.
 _MANY_ROWS = 256
+# Parts that are merged at a time, and numbers of a head's result that one program has.
+_AT_ONCE, _SLICE = 16, 64
 
 
 class Paths(NamedTuple):
@@ -63,15 +67,33 @@ def chain_paths(positions: Tensor) -> Paths:
 @triton.jit
 def _border(position):
     """How many keys are old for a query at this position."""
-    return tl.maximum(position - 63, 0) // 64 * 64
+    return tl.maximum(position - 31, 0) // 32 * 32
 
 
 @triton.jit
 def _share(position):
     """Keys of a part, for a query at this position: it doubles where the position does."""
     exponent = (position.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-    doublings = tl.maximum(exponent - 11, 0)
+    doublings = tl.maximum(exponent - 12, 0)
     return (doublings * 0 + _LEAST_SHARE) << doublings
+
+
+@triton.jit
+def _absorb(
+    q, k, v, visible, high, totals, acc, scale, PRECISION: tl.constexpr, MASKED: tl.constexpr
+) -> tl.tuple:  # fmt: skip
+    """As `longspec.kernels.attention.absorb`; of `totals` [R, 16] all columns are the sum of weights."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if MASKED:
+        scores = tl.where(visible, scores, -float("inf"))
+    higher = tl.maximum(high, tl.max(scores, 1) * scale)
+    base = tl.where(higher == -float("inf"), 0.0, higher)
+    weights = tl.exp2(scores * scale - base[:, None]).to(v.dtype)
+    fade = tl.exp2(high - base)[:, None]
+    ones = tl.full([k.shape[0], 16], 1.0, v.dtype)
+    totals = tl.dot(weights, ones, totals * fade, input_precision=PRECISION)
+    acc = tl.dot(weights, v, acc * fade, input_precision=PRECISION)
+    return higher, totals, acc
 
 
 @launched
@@ -105,9 +127,16 @@ def _old_kernel(
         start = part * size
         end = tl.minimum(start + size, furthest)
         high = tl.full([BLOCK_R], -float("inf"), tl.float32)
-        total = tl.zeros([BLOCK_R], tl.float32)
+        totals = tl.zeros([BLOCK_R, 16], tl.float32)
         acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-        for first in tl.range(start, end, BLOCK_S):
+        # Up to here all queries count all keys.
+        edge = tl.maximum(tl.minimum(_border(first_position) // BLOCK_S * BLOCK_S, end), start)
+        for first in tl.range(start, edge, BLOCK_S):
+            place = tl.load(tables + first // PAGE) * PAGE + first % PAGE
+            key = tile_at(k, keys, k_s, 0, head, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
+            value = tile_at(v, values, v_s, 0, head, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
+            high, totals, acc = _absorb(query, key, value, row, high, totals, acc, scale, PRECISION, False)
+        for first in tl.range(edge, end, BLOCK_S):
             place = tl.load(tables + first // PAGE) * PAGE + first % PAGE
             key = tile_at(k, keys, k_s, 0, head, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
             value = tile_at(v, values, v_s, 0, head, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
@@ -115,7 +144,8 @@ def _old_kernel(
             # Entries behind the prefix may be nan, which a weight of 0 would let through.
             value = tl.where((entry < furthest)[:, None], value, 0.0)
             visible = entry[None, :] < border[:, None]
-            high, total, acc = absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
+            high, totals, acc = _absorb(query, key, value, visible, high, totals, acc, scale, PRECISION, True)
+        total = tl.max(totals, 1)  # all columns are equal
         ours = inside & ((share == size) & (start < border))[:, None]
         place = (problem.to(tl.int64) * num_parts + part) * num_rows + row
         result = acc / tl.where(total == 0, 1.0, total)[:, None]
@@ -130,17 +160,19 @@ def _recent_kernel(
     q, k, v, positions, nodes, lengths, tables, part_out, part_lse, out, lse,
     q_b, q_t, q_h, k_h, k_s, v_h, v_s, tables_b, nodes_b, nodes_t,
     num_rows, num_queries, num_parts, depth, heads, group, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, SLICE: tl.constexpr, PARTS: tl.constexpr,
+    PAGE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The recent keys of one query, while the other launch runs, and then the parts of the old ones."""
+    """SLICE numbers of one query's result: from the recent keys, while the other launch runs, and then from
+    the parts of the old ones."""
     t, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, head = problem // heads, problem % heads
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    # Heads that are none read the group's last: nobody keeps what they give.
-    row = t * group + tl.minimum(g, group - 1)
+    ours = tl.program_id(2) * SLICE + tl.arange(0, SLICE)
+    row = tl.where(g < group, t * group + g, num_rows)
     rows_at = q + b * q_b + query_offsets(row, head, q_t, q_h, group)
-    query = tl.load(rows_at[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+    wanted = (row < num_rows)[:, None] & (d < D)[None, :]
+    query = tl.load(rows_at[:, None] + d[None, :], mask=wanted, other=0.0)
     position = tl.load(positions + b * num_queries + t).to(tl.int32)
     length = tl.load(lengths + b).to(tl.int32)
     border, share = _border(position), _share(position)
@@ -152,32 +184,34 @@ def _recent_kernel(
     place = place_of(tables + b * tables_b, entry, visible, PAGE)
     mask = visible[:, None] & (d < D)[None, :]
     key = tl.load(k + head * k_h + (place * k_s)[:, None] + d[None, :], mask=mask, other=0.0)
-    value = tl.load(v + head * v_h + (place * v_s)[:, None] + d[None, :], mask=mask, other=0.0)
+    mask = visible[:, None] & (ours < D)[None, :]
+    value = tl.load(v + head * v_h + (place * v_s)[:, None] + ours[None, :], mask=mask, other=0.0)
     high = tl.full([BLOCK_G], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_G, SLICE], tl.float32)
     high, total, acc = absorb(
         query, key, value, visible[None, :], high, total, acc, scale, PRECISION, True
     )  # fmt: skip
     await_turn(OVERLAP)
     at, count = problem * num_parts, tl.cdiv(border, share)
     for first in tl.range(0, count, PARTS):
-        lses, outs = load_parts(part_out, part_lse, first, count, at, row, num_rows, d, D, PARTS)
+        lses, outs = load_parts(part_out, part_lse, first, count, at, row, num_rows, ours, D, PARTS)
         high, total, acc = absorb_parts(lses, outs, high, total, acc)
-    row = tl.where(g < group, row, num_rows)
-    write_rows(out, lse, b, head, row, d, high, total, acc, num_rows, heads, group, D)
+    write_rows(out, lse, b, head, row, ours, high, total, acc, num_rows, heads, group, D)
 
 
 def attend_exactly(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tables: Tensor, page: int, paths: Paths
 ) -> tuple[Tensor, Tensor]:
-    """As `longspec.kernels.attention.attend` of a chain or a tree, at most 63 deep, whose nodes stand
-    right behind the prefix."""
+    """As `longspec.kernels.attention.attend` of a chain, or of a tree that is at most DEEPEST deep, whose
+    nodes stand right behind the prefix."""
     B, T, H, D = q.shape
     K, num_rows = k.shape[0], T * H // k.shape[0]
     check_tables(tables, page)
-    tiling = choose_tiling(_MANY_ROWS, D, q.dtype, q.device)
-    block = min(tiling.num_keys, page)
+    # The interpreter has one tile for any number of rows: the bits of numpy's products depend on it.
+    tiling = choose_tiling(num_rows if q.is_cuda else _MANY_ROWS, D, q.dtype, q.device)
+    # Of the same size whatever the queries, because at each tile what was summed is scaled again.
+    block = min(choose_tiling(_MANY_ROWS, D, q.dtype, q.device).num_keys, page)
     num_parts = min(_MOST_PARTS, triton.cdiv(tables.shape[1] * page, _LEAST_SHARE.value))
     part_out, part_lse = parts_like(q, num_parts)
     out, lse = results_like(q)
@@ -192,10 +226,10 @@ def attend_exactly(
         BLOCK_R=tiling.num_rows, BLOCK_S=block, BOXES=boxes,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlap(q.device),
     )  # fmt: skip
-    _recent_kernel[(T, B * K)](
+    _recent_kernel[(T, B * K, triton.cdiv(D, _SLICE))](
         q, k, v, positions, nodes, lengths, tables, part_out, part_lse, out, lse,
         *strides, *nodes.stride()[:2], *sizes, **shape,
-        BLOCK_G=max(16, triton.next_power_of_2(H // K)), PARTS=_AT_ONCE[D > 64],
-        num_warps=_WARPS, num_stages=1, **overlap(q.device),
+        BLOCK_G=max(16, triton.next_power_of_2(H // K)), SLICE=_SLICE, PARTS=_AT_ONCE,
+        num_warps=4, num_stages=1, **overlap(q.device),
     )  # fmt: skip
     return out, lse

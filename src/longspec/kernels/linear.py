@@ -16,8 +16,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longspec.kernels.launch import overlap
-from longspec.kernels.norm import MOST_ROWS, Ahead, Norm, Residual, norm_stream
-from longspec.kernels.products import row_kernel, rows_kernel, split_kernel
+from longspec.kernels.norm import MOST_ROWS, Ahead, Norm, Residual, most_rows, norm_stream
+from longspec.kernels.products import GROUP, row_kernel, rows_kernel, split_kernel
 from longspec.kernels.tiling import copies_tiles, gpu_size, precision
 
 # The most weights of a small matrix, and the longest row that fits in one tile.
@@ -102,12 +102,13 @@ def _several_rows(
     num_out, num_in = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     num_rows = value.numel() // num_in
     out = torch.empty(*value.shape[:-1], num_out, dtype=dtype or value.dtype, device=value.device)
-    tile = _tile(MOST_ROWS if exact else num_rows, weight, gated)
+    tile = _tile(num_rows, weight, gated, exact)
     grid = (triton.cdiv(num_out, tile.num_cols), triton.cdiv(num_rows, tile.num_rows))
-    ahead = None if factor is None else Ahead.empty(factor, out, grid[0])
+    made = triton.cdiv(num_out, GROUP.value) if exact else grid[0]
+    ahead = None if factor is None else Ahead.empty(factor, out, made)
     num_parts = 1 if squares is None else len(squares)
     options = {
-        "ROWS": tile.num_rows, "COLS": tile.num_cols, "DEPTH": tile.depth, "MOST": MOST_ROWS,
+        "ROWS": tile.num_rows, "COLS": tile.num_cols, "DEPTH": tile.depth, "MOST": most_rows(num_rows),
         "LINE": _LINE // value.itemsize, "LINES": _lines(weight), "NORM": squares is not None,
         "GATED": gated, "BIAS": bias is not None, "RESIDUAL": residual is not None,
         "AHEAD": ahead is not None, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
@@ -126,10 +127,11 @@ def _several_rows(
     if boxes := tile.boxes and num_in * value.itemsize % _WHOLE == 0:
         x_box = TensorDescriptor.from_tensor(value.view(num_rows, num_in), [tile.num_rows, tile.depth])
         weight_box = TensorDescriptor.from_tensor(weight, [tile.num_cols, tile.depth])
+    at_once = num_parts if exact else triton.cdiv(num_parts, triton.cdiv(num_in, tile.depth))
+    parts = triton.next_power_of_2(at_once)
     rows_kernel[grid](
-        value, x_box, sums, weight, weight_box, *around, *sizes,
-        PARTS=triton.next_power_of_2(triton.cdiv(num_parts, triton.cdiv(num_in, tile.depth))),
-        BOXES=boxes, PRECISION=precision(value.dtype), **options,
+        value, x_box, sums, weight, weight_box, *around, *sizes, PARTS=parts, LEVELS=parts.bit_length() - 1,
+        BOXES=boxes, EXACT=exact, PRECISION=precision(value.dtype), **options,
     )  # fmt: skip
     return out, ahead
 
@@ -151,14 +153,24 @@ class _Tile:
     """Whether the hardware copies whole tiles."""
 
 
-def _tile(num_rows: int, weight: Tensor, gated: bool) -> _Tile:
-    """The tile that was fastest on an H200, reduced to what the GPU can hold."""
+def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> _Tile:
+    """The tile that was fastest on an H200, reduced to what the GPU can hold.
+
+    If `exact`, the depth is not split, and the interpreter has one tile for any number of rows: the bits of
+    numpy's products depend on it.
+    """
+    if exact and not weight.is_cuda:
+        num_rows = MOST_ROWS
     sms, shared = gpu_size(weight.device)
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     # If all tiles of 32 columns run at once, each needs more reads in flight.
     few, deep = weight.shape[0] <= 32 * sms, weight.shape[1] > 1024
     if weight.dtype == torch.float32:
         tile = _Tile(rows, 16, 32, 4, 4)
+    elif exact and num_rows > MOST_ROWS:
+        tile = _Tile(128, 128, 64, 3, 8, boxes=copies_tiles(weight.device))
+    elif exact and rows == 16:
+        tile = _Tile(16, 32, 256, 4, 4)
     elif _is_small(weight) and rows == 16:
         tile = _Tile(16, 16, 128 if deep else 64, 4, 4, num_splits=4)
     # Copies by the hardware skip rows that do not exist, but take longer to start.
@@ -194,10 +206,11 @@ def covers(x: Tensor, weight: Tensor) -> bool:
     return 1 < num_rows <= MOST_ROWS and x.dtype != torch.float32
 
 
-def folds(num_rows: int, weight: Tensor) -> bool:
+def folds(num_rows: int, weight: Tensor, exact: bool) -> bool:
     """Whether the kernel that makes the stream should prepare for the norm of `few_rows` (`Ahead`)."""
     # A single row's product computes the norm itself; next to a large product, a launch does not matter.
-    return 1 < num_rows <= MOST_ROWS and _is_small(weight) and _folds(weight.dtype)
+    # If exact, all rows are rounded at the same places.
+    return (exact or 1 < num_rows <= MOST_ROWS) and _is_small(weight) and _folds(weight.dtype)
 
 
 def _folds(dtype: torch.dtype) -> bool:

@@ -19,6 +19,11 @@ Norm = tuple[Tensor, float]
 """An RMSNorm's weight [E] and eps."""
 
 
+def most_rows(num_rows: int) -> int:
+    """How many rows there is room for, where there are so many: few different numbers for the compiler."""
+    return max(MOST_ROWS, triton.next_power_of_2(num_rows))
+
+
 class Ahead(NamedTuple):
     """What the next norm needs. The kernel that makes the stream computes it, which saves a launch."""
 
@@ -27,13 +32,13 @@ class Ahead(NamedTuple):
     scaled: Tensor
     """The stream times the factor."""
     squares: Tensor
-    """Sums of squares over parts of the stream's numbers, fp32 [parts, MOST_ROWS]; only the stream's own rows
-    are set."""
+    """Sums of squares over parts of the stream's numbers, fp32 [parts, rows], with `most_rows` rows; only the
+    stream's own rows are set."""
 
     @classmethod
     def empty(cls, factor: Tensor, stream: Tensor, num_parts: int) -> Ahead:
-        assert stream.numel() <= MOST_ROWS * stream.shape[-1], "only few rows can prepare for a norm"
-        squares = stream.new_empty(num_parts, MOST_ROWS, dtype=torch.float32)
+        num_rows = most_rows(stream.numel() // stream.shape[-1])
+        squares = stream.new_empty(num_parts, num_rows, dtype=torch.float32)
         return cls(factor, torch.empty_like(stream), squares)
 
 

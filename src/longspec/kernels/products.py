@@ -14,6 +14,9 @@ import triton.language as tl
 
 from longspec.kernels.launch import await_turn, fetch, launched
 
+GROUP = tl.constexpr(16)
+"""Columns whose squares are summed to one part, where the order of sums matters."""
+
 
 @triton.jit
 def _gated(gate, up, dtype: tl.constexpr):
@@ -112,10 +115,28 @@ def _load_tile(x, row, col, num_rows, num_cols):
 
 
 @triton.jit
+def _pair_sums(x, LEVELS: tl.constexpr):
+    """Sums of every 2 ** LEVELS neighbours of x [R, C]. Pair by pair, because the order of `tl.sum` follows
+    the layout of the tile."""
+    for _ in tl.static_range(LEVELS):
+        left, right = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+        x = left + right
+    return x
+
+
+@triton.jit
+def _square_sums(x):
+    """Sums of the squares of every GROUP neighbours of x [R, C], in a fixed order."""
+    left, right = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    # Said explicitly: left to itself, the compiler fuses one product or the other into the sum.
+    return _pair_sums(tl.fma(left, left, right * right), 3)
+
+
+@triton.jit
 def _finish(
     result, up, scale, bias, stream, factor, next_scaled, next_squares, out, row, col, num_rows, num_out,
     MOST: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Finish a tile after its product: the norm's `scale`, bias, gate, residual, and what the next norm needs
     (AHEAD)."""
@@ -139,8 +160,14 @@ def _finish(
     if AHEAD:
         wide = result.to(tl.float32)
         tl.store(next_scaled + place, (wide * factor[None, :]).to(dtype), mask=mask)
-        sums = tl.sum(tl.where(mask, wide * wide, 0.0), 1)
-        tl.store(next_squares + tl.program_id(0) * MOST + row, sums, mask=row < num_rows)
+        if EXACT:
+            sums = _square_sums(tl.where(mask, wide, 0.0))
+            part = tl.program_id(0) * sums.shape[1] + tl.arange(0, sums.shape[1])
+            wanted = (row < num_rows)[:, None] & (part * GROUP < num_out)[None, :]
+            tl.store(next_squares + part[None, :] * MOST + row[:, None], sums, mask=wanted)
+        else:
+            sums = tl.sum(tl.where(mask, wide * wide, 0.0), 1)
+            tl.store(next_squares + tl.program_id(0) * MOST + row, sums, mask=row < num_rows)
 
 
 @launched
@@ -178,7 +205,7 @@ def split_kernel(
         scale = tl.rsqrt(tl.sum(parts, 0) / num_in + eps)
     _finish(
         tl.sum(result, 0), tl.sum(up, 0), scale, bias, stream, factor, next_scaled, next_squares, out,
-        row, col, num_rows, num_out, MOST, NORM, GATED, BIAS, RESIDUAL, AHEAD,
+        row, col, num_rows, num_out, MOST, NORM, GATED, BIAS, RESIDUAL, AHEAD, False,
     )  # fmt: skip
 
 
@@ -188,13 +215,16 @@ def rows_kernel(
     x, x_box, squares, weight, weight_box, bias, residual, next_factor, next_scaled, next_squares, out,
     num_rows, num_parts, num_in, num_out, eps,
     ROWS: tl.constexpr, MOST: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
-    LINE: tl.constexpr, LINES: tl.constexpr, BOXES: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    LEVELS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, BOXES: tl.constexpr, NORM: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """With NORM, x is `Ahead.scaled` and `squares` has num_parts parts. With AHEAD the next ones are written.
 
     With BOXES the hardware copies whole tiles of x and weight with descriptors, and reads 0 outside.
+
+    A row's product has the same bits in tiles of any size: each number is a chain of sums over the depth.
+    With EXACT, so have its squares: those of GROUP columns are a part, and PARTS are all of them.
     """
     row, col, rows_at, columns_at, second_at, factor = _begin(
         x, weight, next_factor, num_rows, num_in, num_out, ROWS, COLS, LINE, LINES, GATED, AHEAD, OVERLAP
@@ -209,10 +239,13 @@ def rows_kernel(
     part = tl.arange(0, PARTS)[:, None]
     # Read rows that do not exist, too: without a mask of rows, four numbers are loaded at a time.
     squares_at = squares + part * MOST + row[None, :]
-    if NORM:
+    if NORM and EXACT:
+        place = tl.arange(0, PARTS)[None, :]
+        parts = tl.load(squares + place * MOST + row[:, None], mask=place < num_parts, other=0.0)
+    elif NORM:
         parts = tl.load(squares_at, mask=part < num_parts, other=0.0)
     for first in tl.range(0, num_in, DEPTH):
-        if NORM:
+        if NORM and not EXACT:
             # A few parts at a time, loaded one iteration ahead: loading all at once would delay x.
             sums += parts
             part += PARTS
@@ -233,9 +266,12 @@ def rows_kernel(
             else:
                 second = tl.load(weights_at + second_at, mask=(i < num_in)[:, None], other=0.0)
             up = tl.dot(value, second, up, input_precision=PRECISION)
-    if NORM:
+    if NORM and EXACT:
+        total = tl.reshape(_pair_sums(parts, LEVELS), [ROWS])
+        scale = tl.rsqrt(total / num_in + eps)
+    elif NORM:
         scale = tl.rsqrt(tl.sum(sums, 0) / num_in + eps)
     _finish(
         result, up, scale, bias, stream, factor, next_scaled, next_squares, out, row, col, num_rows, num_out,
-        MOST, NORM, GATED, BIAS, RESIDUAL, AHEAD,
+        MOST, NORM, GATED, BIAS, RESIDUAL, AHEAD, EXACT,
     )  # fmt: skip

@@ -18,13 +18,13 @@ class FusedOps:
     their own for them."""
 
     exact: bool = False
-    """Whether a row gets the same bits whatever the other rows are. Then every product is by our kernel, and
-    every norm a launch of its own, because rows of any number must be rounded at the same places."""
+    """Whether a row gets the same bits whatever the other rows are: every product is by our kernel then."""
 
     def embed(
         self, tokens: Tensor, table: Tensor, added: Tensor | None, following: Reader
     ) -> tuple[Residual, Residual]:
-        return embed(tokens, table, added, self.factor(following, tokens.numel()))
+        factor = None if self.exact else self.factor(following, tokens.numel())
+        return embed(tokens, table, added, factor)
 
     def normed_linear(self, reader: Reader, stream: Residual) -> tuple[Tensor, Residual]:
         norm, linear = reader
@@ -64,9 +64,7 @@ class FusedOps:
 
     def factor(self, reader: Reader | None, num_rows: int) -> Tensor | None:
         """The norm's weight if the kernel that makes the stream should prepare for the norm, else None."""
-        if self.exact or reader is None or not reader[1].folds(num_rows):
-            return None
-        return reader[0].weight
+        return reader[0].weight if reader is not None and reader[1].folds(num_rows, self.exact) else None
 
 
 def _settings(norm: RMSNorm) -> Norm:

@@ -71,11 +71,11 @@ class Linear(nn.Linear):
 
         return covers(x, self.weight)
 
-    def folds(self, num_rows: int) -> bool:
+    def folds(self, num_rows: int, exact: bool) -> bool:
         """Whether the kernel that makes the stream should prepare for the norm of `few_rows`."""
         from longspec.kernels.linear import folds
 
-        return folds(num_rows, self.weight)
+        return folds(num_rows, self.weight, exact)
 
     def few_rows(self, x: Any, **around: Any) -> tuple[Any, Any]:
         """The product of few rows, with the options of `longspec.kernels.linear.few_rows`."""
@@ -121,7 +121,7 @@ class PackedLinear(nn.Module):
     def covers(self, x: Tensor) -> bool:
         return False
 
-    def folds(self, num_rows: int) -> bool:
+    def folds(self, num_rows: int, exact: bool) -> bool:
         return False
 
     def _apply_packed(self, x: Tensor) -> Tensor:

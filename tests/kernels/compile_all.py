@@ -268,6 +268,10 @@ def check_rounds_ahead(names: Called) -> None:
                     check_ahead(partial(run_round, models, rows, method, sampled), held, names)
             work = device._describe([], 4)
             check_ahead(partial(take_segments, models, device.slots, work, sampled), held, names)
+        models.exact = True
+        for asked in (VANILLA, Tree()):
+            check_ahead(partial(run_round, models, rows, asked.fit(models), False), held, names)
+        check_ahead(partial(take_segments, models, device.slots, work, False), held, names)
         goals = torch.tensor([device.max_rows] * 2)
         check_ahead(partial(read_into_rings, models, device.slots, goals), held, names)
 

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from longspec.attention import AttentionPlan, choose_backend
 from longspec.cache import Pages
+from longspec.decoding.methods import VANILLA, Lookup, Seq, Tree
+from longspec.decoding.sampling import Sampling
 from longspec.kernels.exact import Paths, attend_exactly, chain_paths
 from longspec.kernels.tree import tree_sees
 from longspec.models.passes import paged_pass
 from longspec.models.target import Transformer
-from tests.decoding.scripted import tiny_target
+from tests.decoding.scripted import ask, tiny_draft, tiny_engine, tiny_target
 from tests.kernels.paged import DEVICE, DTYPES, ON_GPU, exact, places, random_tables
 
 HALF = torch.bfloat16 if ON_GPU else torch.float16
@@ -103,7 +105,7 @@ def states(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (7, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (7, 1)] if ON_GPU else [(3, 1)])
 @torch.inference_mode()
 def test_a_model_gives_a_node_the_bits_of_a_step(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
     changes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 16, "hidden_size": 48}
@@ -129,3 +131,24 @@ def test_a_model_gives_a_node_the_bits_of_a_step(dtype: torch.dtype, heads: int,
                 token = tokens[on_path : on_path + 1]
                 alone = states(target, pages, tables[1:], length + depth, token, [0])
                 assert torch.equal(alone[0], tree[on_path]), (length, on_path)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="takes minutes without a GPU")
+def test_an_engine_says_the_same_by_every_method_and_in_every_company() -> None:
+    target = tiny_target(head_dim=16, hidden_size=48, max_length=512).to(DEVICE, HALF)
+    target.attention = choose_backend("triton")
+    draft = tiny_draft(target).to(HALF)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(40, (length,), generator=generator).tolist() for length in (70, 3, 40)]
+    sizes = {"max_length": 256, "max_rows": 4, "num_pages": 12, "page_size": PAGE, "exact": True}
+    for sampling in (Sampling(), Sampling(0.8)):
+        engine = tiny_engine(target, draft, **sizes)
+        together = [one.tokens for one in ask(engine, prompts, VANILLA, sampling, new=40)]
+        assert len(set(map(len, together))) == 3
+        for method in (Tree((3, 4, 2)), Seq(3), Lookup()):
+            engine.forget()
+            assert [one.tokens for one in ask(engine, prompts, method, sampling, new=40)] == together
+        engine.forget()
+        for index, prompt in enumerate(prompts):
+            alone = ask(engine, [prompt], VANILLA, sampling, seed=index, new=40 - 3 * index)
+            assert alone[0].tokens == together[index]

@@ -25,8 +25,6 @@ IN_FLIGHT = 2
 # their next round.
 ALONE, BESIDE = 32768, 2048
 PLAIN_ALONE, PLAIN_BESIDE = 2048, 256
-# The depth of trees that exact attention is for; see `longspec.kernels.exact`.
-DEEPEST = 31
 
 
 @dataclass
@@ -80,8 +78,8 @@ class Loop:
         if (method, draws) not in self._fitted:
             width = self.width if method in self._candidates else 0
             fitted = method.fit(self.models, draws, width)
-            if self.models.exact and DEEPEST < fitted.depth < fitted.num_nodes - 1:
-                raise UserError(f"{method.label} is {fitted.depth} deep; exact trees have at most {DEEPEST}")
+            if self.models.exact:
+                _check_exact(fitted)
             self._fitted[method, draws] = fitted
         return self._fitted[method, draws]
 
@@ -427,3 +425,13 @@ class Loop:
         self.device.release([seat.slot for seat in seats])
         for seat in seats:
             self.scheduler.release(seat)
+
+
+def _check_exact(method: Method) -> None:
+    """Refuse a tree that is too deep for exact attention; a chain may be longer."""
+    from longspec.kernels.exact import DEEPEST
+
+    if DEEPEST < method.depth < method.num_nodes - 1:
+        raise UserError(
+            f"{method.label} is {method.depth} deep; exact trees have at most {DEEPEST}; lower num_lookup"
+        )

@@ -30,7 +30,7 @@ import httpx
 import psutil
 import uvloop
 
-from benchmarks.serve_load import percentiles, read_prompts
+from benchmarks.serve_load import TEXT_EVENT, percentiles, read_prompts
 from longspec import hub
 from longspec.api import SequenceMaker
 from longspec.decoding.methods import Tree
@@ -86,7 +86,7 @@ class PacedEngine:
                 self._round()
                 after_turn()
                 due = max(due + self._round_seconds, time.perf_counter())
-                time.sleep(due - time.perf_counter() if due > time.perf_counter() else 0)
+                time.sleep(max(0.0, due - time.perf_counter()))
 
         thread = threading.Thread(target=lead)
         thread.start()
@@ -182,7 +182,7 @@ class Client(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Part of an answer."""
         now = time.perf_counter()
-        if not self._first and b'"content":"' in data.replace(b'"content":""', b""):
+        if not self._first and TEXT_EVENT.search(data):
             self._first = now
         self._tail = (self._tail + data)[-32:]
         if self._tail.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
@@ -195,11 +195,16 @@ class Client(asyncio.Protocol):
             self.is_done.set_exception(error or ConnectionError(f"the answer broke off: {self._tail!r}"))
 
 
-async def run_clients(address: str, bodies: list[bytes], num_clients: int) -> list[tuple[float, float, float]]:
+async def run_clients(
+    address: str, bodies: list[bytes], num_clients: int
+) -> list[tuple[float, float, float]]:
     """So many clients at once, each taking the next request when it is free."""
     host, port = address.removeprefix("http://").split(":")
     loop, work = asyncio.get_running_loop(), iter(bodies)
-    made = [loop.create_connection(lambda: Client((host, int(port)), work), host, port) for _ in range(num_clients)]
+    made = [
+        loop.create_connection(lambda: Client((host, int(port)), work), host, port)
+        for _ in range(num_clients)
+    ]
     clients = [client for _, client in await asyncio.gather(*made)]
     await asyncio.gather(*(client.is_done for client in clients))
     return [one for client in clients for one in client.times]

@@ -62,7 +62,7 @@ class Metrics:
             found.add(choice.row)
             if end is not None and end.first_at:
                 self._first.observe(end.first_at - end.submitted_at)
-            for earlier, later in pairwise(choice.times):
+            for earlier, later in pairwise(choice.row.times):
                 self._between.observe(later - earlier)
             if end is not None and end.finished_at:
                 seconds = end.finished_at - end.submitted_at

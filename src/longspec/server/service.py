@@ -21,6 +21,7 @@ from longspec.server.constraint import Grammars
 from longspec.server.errors import ApiError
 from longspec.server.link import Link
 from longspec.server.metrics import Metrics
+from longspec.server.pace import Pacer
 from longspec.server.schema import Asked, ChatRequest, CompletionRequest
 from longspec.server.wire import Facts, Row
 from longspec.text import TextStream
@@ -64,6 +65,7 @@ class Service:
         # Beside the event loop, which a long document must not hold up; one thread, so that who came first is
         # first in the engine's line.
         self._worker = ThreadPoolExecutor(1, "longspec-prompts")
+        self._pacer = Pacer()
         self.spelled = lru_cache(100_000)(self._spell)
 
     @asynccontextmanager
@@ -124,19 +126,18 @@ class Service:
             self._num_coming -= asked.n
         self._check_room(len(sequences))
         answer = Answer(asked, [], self.facts.name, self)
-        times: dict[int, list[float]] = {}
 
         def on_news(row: Row) -> None:
-            times[id(row)].append(time.perf_counter())
-            if asked.stream or row.end is not None:
+            if row.end is not None or (asked.stream and len(row.times) == 1):
                 answer.news.set()
+            elif asked.stream:
+                self._pacer.wake(answer.news)
 
         try:
             stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
             rows = await self.link.ask(sequences, stop, grammar, on_news)
             for index, ((number, row), text) in enumerate(zip(rows, texts, strict=True)):
                 answer.choices.append(Choice(index, number, row, text, asked))
-                times[id(row)] = answer.choices[-1].times
             yield answer
         except ConnectionError as error:
             raise ApiError(503, "the engine is gone", "engine_error") from error

@@ -101,6 +101,8 @@ class Row:
     depths: list[int] = field(default_factory=list)
     copied: list[bool] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """When something new came."""
     end: End | None = None
 
     @property

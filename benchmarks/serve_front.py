@@ -202,7 +202,7 @@ async def run_clients(
     host, port = address.removeprefix("http://").split(":")
     loop, work = asyncio.get_running_loop(), iter(bodies)
     made = [
-        loop.create_connection(lambda: Client((host, int(port)), work), host, port)
+        loop.create_connection(lambda: Client((host, int(port)), work), host, int(port))
         for _ in range(num_clients)
     ]
     clients = [client for _, client in await asyncio.gather(*made)]

@@ -85,7 +85,8 @@ async def ask(client: httpx.AsyncClient, setting: Setting, number: int, prompt: 
         body["model"] = setting.model
     if setting.stream:
         body["stream_options"] = {"include_usage": True}
-    begun, times, last = time.monotonic(), [], b""
+    begun, last = time.monotonic(), b""
+    times: list[float] = []
     try:
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             if answer.status_code != 200:

@@ -246,6 +246,7 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"messages": []}, 400, "messages"),
     ({}, 400, "messages"),
     ({"messages": "hello"}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": "a"}] * 10_001}, 400, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "text"),
     ({"tools": [{"type": "function"}]}, 400, "tools is not supported"),
@@ -353,7 +354,10 @@ def test_the_queue_is_bounded(tiny_server: Callable[..., Live]) -> None:
             server.client().completions.create(model=server.model.name, prompt="word")
         assert int(refused.value.response.headers["retry-after"]) >= 1
         assert [one.result().status_code for one in first] == [200, 200]
-    assert httpx.post(url, json=long | {"n": 3}).status_code == 400  # it could never be taken on
+    # These could never be taken on. Of many prompts none is tokenised.
+    assert httpx.post(url, json=long | {"n": 3}).status_code == 400
+    many = httpx.post(url, json=long | {"prompt": ["x"] * 1000})
+    assert (many.status_code, many.json()["error"]["param"]) == (400, "n")
     assert httpx.post(url, json=long | {"max_tokens": 2}).status_code == 200
     assert httpx.post(url, json=long | {"prompt": "x" * 10_000}).status_code == 413
     assert (

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 from pydantic_core import to_json
@@ -28,6 +29,8 @@ class Choice:
         self._pieces: list[str] = []
         """The text of each token, where tokens are looked at one by one."""
         self._num_told = self._num_given = 0
+        self.num_spelled = 0
+        """Characters of the tokens whose logprobs were told."""
         self.is_told = False
         """Whether the end was among the news."""
 
@@ -212,12 +215,12 @@ class Answer:
             return {"content": told, "refusal": None}
         spell = self.vocabulary.spelled
         texts = [spell(row.tokens[place])[0] for place in places]
-        offset = sum(len(spell(token)[0]) for token in row.tokens[: news.first])
+        *offsets, choice.num_spelled = accumulate(map(len, texts), initial=choice.num_spelled)
         return {
             "tokens": texts,
             "token_logprobs": [chosen for chosen, _ in scores],
             "top_logprobs": [{spell(token)[0]: value for token, value in top} for _, top in scores],
-            "text_offset": [offset + sum(map(len, texts[:place])) for place in range(len(texts))],
+            "text_offset": offsets,
         }
 
     def _chat_logprob(self, token: int, scores: Logprobs) -> dict[str, Any]:

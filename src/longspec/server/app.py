@@ -146,7 +146,7 @@ class _Front:
             return
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         # All keys are compared, each in constant time, so that time tells nothing.
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._api_keys]
+        matches = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._api_keys]
         if kind.lower() != "bearer" or not any(matches):
             raise ApiError(
                 401, "a valid API key is needed: Authorization: Bearer KEY", "invalid_api_key",

@@ -45,7 +45,7 @@ class Link:
         self._task.cancel()
         self._writer.close()
 
-    async def ask(
+    def ask(
         self,
         sequences: list[Sequence],
         stop: tuple[str, ...],

@@ -25,6 +25,9 @@ _CURL = """\
     -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'"""
 # Connections that may wait to be taken on.
 _BACKLOG = 2048
+# Seconds that a connection may be idle: longer than clients and proxies keep theirs, so that none of them
+# sends a request while it is being closed here.
+_KEEP_ALIVE = 75
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -85,6 +88,7 @@ class FrontServer(uvicorn.Server):
                 log_level="error",  # a malformed request is the client's affair
                 access_log=False,
                 backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE,
                 timeout_graceful_shutdown=options.grace_seconds,
                 server_header=False,
                 lifespan="on",

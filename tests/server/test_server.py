@@ -343,6 +343,16 @@ def test_a_client_that_goes_away_frees_its_slot(server: Live, stream: bool) -> N
     assert seat.sequence.finished_at - left < 1
 
 
+def test_a_head_without_end_is_refused(server: Live) -> None:
+    host, port = server.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as link:
+        link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nA: ")
+        with pytest.raises(ConnectionError):
+            link.sendall(b"a" * 65_536_000)
+    usual = httpx.get(f"{server.address}/health", headers={"A": "a" * 60_000})
+    assert usual.status_code == 200
+
+
 def test_the_queue_is_bounded(tiny_server: Callable[..., Live]) -> None:
     server = tiny_server(Limits(max_queue=1, max_body=10_000))
     url = f"{server.address}/v1/completions"

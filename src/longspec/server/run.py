@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -141,6 +142,8 @@ def run_front(link: socket.socket, listener: socket.socket, options: FrontOption
     facts = receive(link)
     if facts is None:
         return  # there is no model after all
+    # The thread that tokenises a prompt waits for the event loop's several times; by default 5 ms each.
+    sys.setswitchinterval(0.0005)
     service = Service(facts, Link(link), options.method, options.limits)
     address, has_key = address_of(listener), bool(options.api_keys)
     FrontServer(service, options, lambda: print(_told(facts, address, has_key), flush=True)).run([listener])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
-_REST = 3.0
+# Seconds of rest for each second of writing, and at most: what took longer was not the streams' doing.
+_REST, _LONGEST_REST = 3.0, 0.1
 
 
 class Pacer:
@@ -27,16 +29,16 @@ class Pacer:
             asyncio.get_running_loop().call_soon(self._wake_all)
 
     def _wake_all(self) -> None:
-        loop = asyncio.get_running_loop()
         for stream in self._waiting:
             stream.set()
         self._waiting.clear()
-        # The loop calls in order, so this comes when each of them has had its turn.
-        loop.call_soon(self._rest, loop.time())
+        # The loop calls in order, so this comes when each of them has had its turn. Its own clock stands still
+        # in between.
+        asyncio.get_running_loop().call_soon(self._rest, time.perf_counter())
 
     def _rest(self, begun: float) -> None:
-        loop = asyncio.get_running_loop()
-        loop.call_later(_REST * (loop.time() - begun), self._end_rest)
+        seconds = min(_REST * (time.perf_counter() - begun), _LONGEST_REST)
+        asyncio.get_running_loop().call_later(seconds, self._end_rest)
 
     def _end_rest(self) -> None:
         self._rests = bool(self._waiting)

@@ -32,8 +32,8 @@ class Pacer:
         for stream in self._waiting:
             stream.set()
         self._waiting.clear()
-        # The loop calls in order, so this comes when each of them has had its turn. Its own clock stands still
-        # in between.
+        # The loop calls in order, so this comes when each of them has had its turn. Its own clock may stand
+        # still in between.
         asyncio.get_running_loop().call_soon(self._rest, time.perf_counter())
 
     def _rest(self, begun: float) -> None:

@@ -94,6 +94,8 @@ class Answer:
     choices: list[Choice]
     model_name: str
     vocabulary: Vocabulary
+    begun: float
+    """When the request came, by `time.perf_counter`."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     created: int = field(default_factory=lambda: int(time.time()))
 

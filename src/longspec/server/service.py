@@ -118,6 +118,7 @@ class Service:
     @asynccontextmanager
     async def answering(self, asked: Asked) -> AsyncIterator[Answer]:
         """Take a request on; the answer comes while the context lasts, and is given up at its end."""
+        begun = time.perf_counter()
         self._check_model(asked)
         self._check_room(asked.num_answers)
         worker = self._workers[asked.size > _SHORT]
@@ -129,7 +130,7 @@ class Service:
             raise ApiError(400, str(error), "invalid_value") from error
         finally:
             self._num_coming -= asked.num_answers
-        answer = Answer(asked, [], self.facts.name, self)
+        answer = Answer(asked, [], self.facts.name, self, begun)
 
         def on_news(row: Row) -> None:
             if row.end is not None or (asked.stream and len(row.times) == 1):

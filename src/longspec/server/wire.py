@@ -74,9 +74,6 @@ class End:
     """Rounds that proposed something."""
     num_drafted: int = 0
     """Tokens that they proposed, at most."""
-    submitted_at: float = 0.0
-    first_at: float = 0.0
-    finished_at: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,19 @@ def test_weights_that_are_not_finite_are_refused(tiny_folder: Path, tmp_path: Pa
         LongSpec.from_pretrained(str(tmp_path), device="cpu", calibrate=False)
 
 
+@pytest.mark.parametrize("method", ["vanilla", "lookup"])
+def test_scores_that_are_no_numbers_are_told(tiny_folder: Path, tmp_path: Path, method: str) -> None:
+    """Every weight is finite; their products are not."""
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name in ("gate", "up"):
+        weights[f"model.layers.0.mlp.{name}_proj.weight"] *= 1e30
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    model = LongSpec.from_pretrained(str(tmp_path), device="cpu", calibrate=False)
+    with pytest.raises(UserError, match="the target's scores are not finite: its numbers overflow float32"):
+        model.generate("Hi", method=method)
+
+
 def test_raw_must_be_true_or_false(tiny: LongSpec) -> None:
     with pytest.raises(UserError, match="raw is 'no'; True or False is needed"):
         tiny.generate("x", raw="no")  # type: ignore[call-overload]

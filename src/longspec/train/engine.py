@@ -127,11 +127,6 @@ class TrainingEngine:
         elif processes.tp_size > 1:
             self.whole = split_target(target, processes.tp_size, device)
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether this process holds only a part of the target's weights."""
-        return self._partitioned or self.processes.tp_size > 1
-
     @contextlib.contextmanager
     def gather(self, weights: list[Tensor]) -> Iterator[None]:
         """Gather frozen weights that ZeRO-3 has sharded, for as long as the context lasts."""

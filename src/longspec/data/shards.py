@@ -106,6 +106,8 @@ def write_shard(
     """Write one shard; it appears whole or not at all."""
     goal = shard_folder(folder, index)
     building = folder / f"{_TEMPORARY}{goal.name}-{os.getpid()}"
+    # Of a process that was killed and had the same number, as in a container that is started again.
+    shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     firsts = np.cumsum([0, *(len(one.starts) for one in sequences)])
@@ -148,7 +150,7 @@ def finish(
         counts += np.bincount(tokens[roles != Role.PAD], minlength=vocab_size)
     for leftover in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    clear_unfinished(folder / _INFO)
+    clear_unfinished(folder)
     with open(folder / "counts.npy", "wb") as file:
         np.save(file, counts)
     info = DatasetInfo(

@@ -136,6 +136,8 @@ def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if settings["batch"] is None:
         settings |= {"batch": known.get("batch")}
     check_same(folder, known, settings)
+    if is_finished(folder):  # and was killed while it tidied up
+        shutil.rmtree(folder / _PROGRESS, ignore_errors=True)
     return settings
 
 

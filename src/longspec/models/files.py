@@ -13,10 +13,13 @@ from longspec.errors import UserError, naming, shown, whole_number
 from longspec.models.families import config_from_hf
 from longspec.records import read_record
 
+# How the name of a file begins that is being written.
+_WRITING = ".writing-"
+
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file atomically: if anything goes wrong, the old file stays."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_WRITING)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -31,9 +34,9 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
-def clear_unfinished(path: Path) -> None:
-    """Remove the temporary files of processes that were killed while they wrote this file."""
-    for leftover in path.parent.glob(f".{path.name}-*"):
+def clear_unfinished(folder: Path) -> None:
+    """Remove the temporary files of processes that were killed while they wrote a file in this folder."""
+    for leftover in folder.glob(f"{_WRITING}*"):
         leftover.unlink(missing_ok=True)
 
 

@@ -102,8 +102,7 @@ def finish(run: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     if goal.exists():  # a damaged one, because a whole one would have been resumed from
         shutil.rmtree(goal)
     building.rename(goal)
-    for path in sorted((run / "checkpoints").glob("step-*"))[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
+    sweep(run, keep)
     return goal
 
 
@@ -111,10 +110,13 @@ def read_state(checkpoint: Path) -> CheckpointState:
     return read_record(checkpoint / _STATE, CheckpointState)
 
 
-def sweep(run: Path) -> None:
-    """Remove unfinished checkpoints that a killed run left."""
-    for leftover in (run / "checkpoints").glob(".building-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+def sweep(run: Path, keep: int) -> None:
+    """Remove unfinished checkpoints that a killed run left, and those before the last `keep` whole ones."""
+    found = sorted((run / "checkpoints").glob("step-*"))
+    whole = [path for path in found if _problem(path) is None]
+    leftovers = (run / "checkpoints").glob(".building-*")
+    for path in [*leftovers, *(path for path in found if whole and path < whole[-keep:][0])]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def save_random_states(path: Path) -> None:

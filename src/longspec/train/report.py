@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longspec.errors import UserError
+from longspec.models.files import write_whole
 from longspec.progress import rich_bar
 from longspec.train.schema import LoggerSettings
 
@@ -30,7 +31,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, first_step: int) -> None:
         kept = [] if not first_step else [line for line in read_metrics(path) if line["step"] <= first_step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._file = open(path, "a")  # noqa: SIM115 - closed by close()
 
     def log(self, step: int, values: Values) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from transformers import set_seed
 
 from longspec.data.collate import collate
 from longspec.errors import UserError, check_same
 from longspec.models.draft import GlideDraft
 from longspec.models.draft_files import Fingerprint, save_draft
-from longspec.models.files import write_whole
+from longspec.models.files import clear_unfinished, write_whole
 from longspec.records import as_record
 from longspec.train import checkpoints, evaluate
 from longspec.train.build import Parts, build
@@ -59,6 +60,7 @@ def learning_rate(stage: StageSettings, step: int, num_steps: int) -> float:
 def train(config: DictConfig) -> Path:
     """Run one stage; returns the run's folder."""
     settings: TrainSettings = OmegaConf.to_object(config)  # type: ignore[assignment]
+    set_seed(settings.seed)
     device = local_device(settings.target.device)
     processes = join(device, settings.target.tp_size)
     zero = settings.deepspeed.config.get("zero_optimization", {}).get("stage", 0)
@@ -169,7 +171,8 @@ class Trainer:
         """Make the folder, or load its newest checkpoint; returns the first step to do."""
         if self.processes.first:
             self.folder.mkdir(parents=True, exist_ok=True)
-            checkpoints.sweep(self.folder)
+            clear_unfinished(self.folder)
+            checkpoints.sweep(self.folder, self.settings.saving.keep)
         checkpoint = checkpoints.newest(self.folder) if self.settings.resume == "latest" else None
         if self.processes.first and not (self.folder / CONFIG).is_file():
             resolved = OmegaConf.to_yaml(self.config, resolve=True)
@@ -294,9 +297,7 @@ class Trainer:
         prompts = evaluate.prompts_of(held_out, wanted.prompt_tokens)
         target = self.parts.pair.target
         with self.engine.gather([target.embedding, target.head.weight]):
-            texts = evaluate.continuations(
-                target, prompts, wanted.new_tokens, self.parts.pair.eos_ids, self.engine.is_sharded
-            )
+            texts = evaluate.continuations(target, prompts, wanted.new_tokens, self.parts.pair.eos_ids)
         self.engine.wait()
         if self.processes.first:
             evaluate.save_continuations(path, texts)

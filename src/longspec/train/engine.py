@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspec.errors import UserError
+from longspec.errors import UserError, shown
 from longspec.models.draft import GlideDraft
 from longspec.models.target import Transformer
 from longspec.train.parallel import check_tp, split_target
@@ -91,6 +91,27 @@ def local_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def zero_stage(settings: dict[str, Any]) -> int:
+    """The ZeRO stage that DeepSpeed's settings name."""
+    zero = settings.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else zero
+    if stage not in (0, 1, 2, 3):
+        raise UserError(
+            f"deepspeed.config: zero_optimization is {shown(zero)}; a stage from 0 to 3 is needed in it"
+        )
+    return int(stage)
+
+
+@contextlib.contextmanager
+def _settings_explained() -> Iterator[None]:
+    """Say whose settings they are that DeepSpeed cannot use."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, KeyError, AssertionError) as error:
+        reason = shown(" ".join(str(error).split()), quoted=False) or type(error).__name__
+        raise UserError(f"DeepSpeed refuses the settings in deepspeed.config: {reason}") from error
+
+
 class TrainingEngine:
     """The draft's optimizer over all processes, and the target as they share it."""
 
@@ -105,14 +126,14 @@ class TrainingEngine:
     ) -> None:
         self.processes, self.device = processes, device
         self._module, self._target = draft, target
-        zero = settings.get("zero_optimization", {}).get("stage", 0)
+        zero = zero_stage(settings)
         check_tp(target.config, processes.tp_size, processes.world_size, zero)
         deepspeed = _deepspeed()
         if stage.optimizer == "muon" and device.type == "cpu":
             # DeepSpeed compiles Muon, which on a CPU needs a C++ compiler that may be missing.
             torch.compiler.set_stance("force_eager")
         # DeepSpeed's optimizers print to standard output, which is for the program's results.
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), _settings_explained():
             self.draft, self._optimizer, _, _ = deepspeed.initialize(
                 model=draft,
                 model_parameters=[weight for weight in draft.parameters() if weight.requires_grad],

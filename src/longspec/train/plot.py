@@ -24,7 +24,9 @@ def plot(run: Path, output: Path | None = None) -> Path:
     offset = 0
     for index, (folder, lines) in enumerate(runs):
         name = folder.name if len(runs) > 1 else ""
-        _draw_loss(loss, [line for line in lines if "loss" in line], offset, index, name)
+        _draw_loss(
+            loss, [line for line in lines if {"loss", "target_loss"} <= line.keys()], offset, index, name
+        )
         _draw_tau(acceptance, [line for line in lines if "eval_tau" in line], offset, index, name)
         offset += max((line["step"] for line in lines), default=0)
     loss.set(xlabel="step", ylabel="loss")

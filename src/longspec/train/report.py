@@ -16,6 +16,7 @@ from longspec.train.schema import LoggerSettings
 
 Values = dict[str, Any]
 METRICS = "metrics.jsonl"
+_FIGURES = ("step", "loss", "target_loss", "eval_tau")
 
 
 class Logger(Protocol):
@@ -104,9 +105,13 @@ def read_metrics(path: Path) -> list[Values]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, RecursionError):  # only the last line can be incomplete
             values = json.loads(line)  # not by `records`, because the loss of a failed run is NaN
-            if isinstance(values, dict) and isinstance(values.get("step"), int):
-                lines.append(values)
+            if isinstance(values, dict) and all(_is_number(values.get(name, 0)) for name in _FIGURES):
+                lines += [values] if "step" in values else []
     return lines
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not abs(value) > 2**53
 
 
 def flat(values: Values) -> dict[str, float]:

@@ -19,17 +19,17 @@ from longspec.errors import UserError, check_same
 from longspec.models.draft import GlideDraft
 from longspec.models.draft_files import Fingerprint, save_draft
 from longspec.models.files import clear_unfinished, write_whole
-from longspec.records import as_record
+from longspec.records import as_record, read_yaml
 from longspec.train import checkpoints, evaluate
 from longspec.train.build import Parts, build
 from longspec.train.compiled import compile_layers
-from longspec.train.engine import Processes, TrainingEngine, join, local_device
+from longspec.train.engine import Processes, TrainingEngine, join, local_device, zero_stage
 from longspec.train.layout import Layout, head_rows, lay_out
 from longspec.train.losses import one_chunk
 from longspec.train.objective import Objective, Outcome
 from longspec.train.report import Logger, make_loggers, training_bar
 from longspec.train.samples import Order
-from longspec.train.schema import StageSettings, TrainSettings
+from longspec.train.schema import RunSettings, StageSettings, TrainSettings
 
 CONFIG = "config.yaml"
 # Settings that may change when a run is resumed, because they do not change the weights.
@@ -63,7 +63,7 @@ def train(config: DictConfig) -> Path:
     set_seed(settings.seed)
     device = local_device(settings.target.device)
     processes = join(device, settings.target.tp_size)
-    zero = settings.deepspeed.config.get("zero_optimization", {}).get("stage", 0)
+    zero = zero_stage(settings.deepspeed.config)
     _check_run(Path(settings.run), settings, config)
     parts = build(settings, device, zero == 3 or settings.target.tp_size > 1)
     trainer = Trainer(settings, config, parts, processes, device)
@@ -78,10 +78,18 @@ def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
         return
     if settings.resume is None:
         raise UserError(f"{run} holds a run already: go on with resume=latest, or give another run=FOLDER")
-    before: Any = OmegaConf.to_container(OmegaConf.load(run / CONFIG))
+    before: Any = read_settings(run)
     now: Any = OmegaConf.to_container(config, resolve=True)
     fixed = [name for name in now if name not in _FREE]
     check_same(run, {name: before.get(name) for name in fixed}, {name: now[name] for name in fixed})
+
+
+def read_settings(run: Path) -> RunSettings:
+    """The settings that a run was begun with."""
+    found = read_yaml(run / CONFIG, RunSettings)
+    if len(found) != 1:
+        raise UserError(f"cannot read {run / CONFIG}: it has {len(found)} documents; one is needed")
+    return found[0]
 
 
 class Trainer:

@@ -7,7 +7,6 @@ files: there a kill can leave half of something.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import random
@@ -15,25 +14,19 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
-from tests.bench.test_runs import TIMES
-from tests.hub.gguf_samples import write_gguf
-from tests.train.tiny import BASE, make_dataset, make_target, no_launcher
+from tests.robustness.jobs import Job, make_jobs
+from tests.train.tiny import no_launcher
 
 PRELOADED = [
     *("torch", "transformers", "gguf", "deepspeed", "hydra", "matplotlib.pyplot", __name__),
     *("longspec.api", "longspec.data.synthesize", "longspec.train.trainer", "longspec.train.export"),
 ]
-KILLS = 100
+KILLS_EACH = 17  # of six jobs
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate")
 
 
@@ -63,113 +56,6 @@ def work(folder: Path, argv: list[str], environment: dict[str, str], kill_at: in
     sys.stdout.flush()
     log.with_suffix(".accesses").write_text(str(accesses))
     os._exit(code)
-
-
-Contents = dict[str, Any]
-
-
-def plain_contents(folder: Path) -> Contents:
-    """Every file of a folder, and every empty folder."""
-    found: Contents = {}
-    for path in folder.rglob("*"):
-        name = str(path.relative_to(folder))
-        if path.is_file():
-            found[name] = path.read_bytes()
-        elif not any(path.iterdir()):
-            found[name] = None
-    return found
-
-
-def bench_contents(folder: Path) -> Contents:
-    """Without times: pictures and reports are made of them."""
-    found = plain_contents(folder)
-    for name in found:
-        if name.endswith("rows.jsonl"):
-            rows = [json.loads(line) for line in found[name].splitlines()]
-            found[name] = [{key: row[key] for key in row.keys() - TIMES} for row in rows]
-        elif name.endswith(("run.json", "summary.json", "report.md", ".png")):
-            found[name] = len(found[name]) > 0
-    return found
-
-
-def train_contents(folder: Path) -> Contents:
-    """Without times; pickles by what they hold, because their bytes tell which values were one object."""
-    found = plain_contents(folder)
-    for name in found:
-        if name.endswith(".pt"):
-            found[name] = plain_values(torch.load(folder / name, weights_only=False))
-        if name.endswith("state.json"):
-            state = json.loads(found[name])
-            found[name] = state | {"files": sorted(state["files"])}
-        if name.endswith("metrics.jsonl"):
-            lines = [json.loads(line) for line in found[name].splitlines()]
-            times = {"seconds", "tokens_per_second"}
-            found[name] = [{key: line[key] for key in line.keys() - times} for line in lines]
-    return found
-
-
-def plain_values(value: Any) -> Any:
-    """Such as can be compared."""
-    if isinstance(value, dict):
-        return {str(name): plain_values(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_values(inner) for inner in value]
-    if isinstance(value, Tensor | np.ndarray):
-        return str(value.dtype), value.tolist()
-    return value if isinstance(value, str | int | float | None) else type(value)
-
-
-@dataclass
-class Job:
-    """A command that writes into the folder in which it is run."""
-
-    argv: list[str]
-    contents: Callable[[Path], Contents] = plain_contents
-    environment: dict[str, str] = field(default_factory=dict)
-    is_done: Callable[[Path], bool] = lambda folder: False
-    """Whether it would refuse, because all is there."""
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> dict[str, Job]:
-    home = tmp_path_factory.mktemp("jobs")
-    target = make_target(home / "target", tiny_folder)
-    dataset = make_dataset(home / "data")
-    prompts = home / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"Tell me about {n}"}) + "\n" for n in range(40)))
-    write_gguf(home / "tiny.gguf", kind="Q8_0")
-    cpu = ["--device", "cpu", "--dtype", "float32"]
-    train = [*BASE, f"target.path={target}", f"data.train=[{dataset}]", "run=run", "resume=latest"]
-    train += ["stage.micro_batch=2", "stage.accumulation=1", "stage.num_steps=6", "saving.keep=2"]
-    return {
-        "synthesis": Job(
-            [
-                *("data", "synthesize", "--output", "data", "--target", str(tiny_folder), "--tokens", "1500"),
-                *("--mode", "prompts", "--prompts", str(prompts), "--max-new-tokens", "12", *cpu),
-                *("--batch", "16", "--shard-samples", "16", "--seq-length", "128"),
-            ]
-        ),
-        "training": Job(["train", *train], train_contents),
-        "conversion": Job(
-            [
-                *("generate", "hi", "--target", str(home / "tiny.gguf"), "--max-new-tokens", "2"),
-                *("--no-calibrate", "--method", "vanilla", *cpu),
-            ],
-            environment={"LONGSPEC_CACHE": "."},
-        ),
-        "bench": Job(
-            [
-                *("bench", "generate", "--workload", str(prompts), "--limit", "4", "--max-new-tokens", "8"),
-                *("--methods", "lookup", "--repeats", "1", "--output", "run", "--target", str(tiny_folder)),
-                *cpu,
-            ],
-            bench_contents,
-        ),
-        "export": Job(
-            ["export", str(home / "trained" / "run"), "draft"],
-            is_done=lambda folder: (folder / "draft").exists(),
-        ),
-    }
 
 
 class Runs:
@@ -204,14 +90,15 @@ class Runs:
 
 
 @pytest.mark.full
-def test_a_hundred_kills(jobs: dict[str, Job], tmp_path: Path) -> None:
+def test_a_hundred_kills(tiny_folder: Path, tmp_path: Path) -> None:
+    jobs = make_jobs(tmp_path, tiny_folder)
     rng, runs = random.Random(21), Runs(tmp_path)
-    assert runs(jobs["training"], Path(jobs["export"].argv[1]).parent)
+    assert runs(jobs["training"], tmp_path / "trained")
     for name, job in jobs.items():
         unbroken, begun = tmp_path / f"{name}-unbroken", time.monotonic()
         assert runs(job, unbroken)
         seconds, num_accesses = time.monotonic() - begun, runs.num_accesses(unbroken)
-        expected, left = job.contents(unbroken), KILLS // len(jobs)
+        expected, left = job.contents(unbroken), KILLS_EACH
         while left:
             folder, moments = tmp_path / f"{name}-{left}", []
             while left:

@@ -11,5 +11,5 @@ from longspec.models import target
 from longspec.train.command import main
 
 if __name__ == "__main__":
-    target.choose_backend = TritonAttention  # type: ignore[attr-defined]
+    target.choose_backend = TritonAttention  # type: ignore[attr-defined, assignment]
     sys.exit(main())

@@ -12,6 +12,7 @@ FOLDER/shard-00000/        renamed into place when it is whole
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -119,19 +120,14 @@ def write_shard(
     }
     try:
         for name, array in arrays.items():
-            with open(building / f"{name}.npy", "wb") as file:
-                np.save(file, array)
-                file.flush()
-                os.fsync(file.fileno())
+            _save(building / f"{name}.npy", array)
         origin = Origin(list(sources), len(sequences))
         write_whole(building / _ORIGIN, json.dumps(asdict(origin), indent=1).encode())
         if goal.exists():
             shutil.rmtree(goal)
         building.rename(goal)
-    except BaseException as error:
+    except BaseException:
         shutil.rmtree(building, ignore_errors=True)
-        if isinstance(error, OSError):
-            error.filename = error.filename or str(goal)  # a write that fails does not name its file
         raise
 
 
@@ -153,8 +149,7 @@ def finish(
     for leftover in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     clear_unfinished(folder)
-    with open(folder / "counts.npy", "wb") as file:
-        np.save(file, counts)
+    _save(folder / "counts.npy", counts)
     info = DatasetInfo(
         seq_length,
         vocab_size,
@@ -264,6 +259,12 @@ def read_info(folder: Path) -> DatasetInfo:
         if not 1 <= getattr(info, name) < 2**40:
             raise UserError(f"cannot read {folder / _INFO}: {name} is {shown(getattr(info, name))}")
     return info
+
+
+def _save(path: Path, array: NDArray[Any]) -> None:
+    data = io.BytesIO()  # because numpy does not say why a file cannot be written
+    np.save(data, array)
+    write_whole(path, data.getvalue())
 
 
 def _load(path: Path) -> Any:

@@ -9,6 +9,7 @@ RUN/checkpoints/step-00000200/
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -123,7 +124,9 @@ def save_random_states(path: Path) -> None:
     states = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    torch.save(states, path)
+    data = io.BytesIO()  # because torch does not say why a file cannot be written
+    torch.save(states, data)
+    write_whole(path, data.getvalue())
 
 
 def load_random_states(path: Path) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import io
 import logging
 import os
+import shutil
 import socket
 import warnings
 from collections.abc import Callable, Iterator
@@ -188,7 +189,17 @@ class TrainingEngine:
 
     def save(self, folder: Path) -> None:
         """Write what `load` needs; every process its part."""
-        self.draft.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+        try:
+            self.draft.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+        except RuntimeError as error:
+            if "inline_container" not in str(error):
+                raise
+            # torch's own writer, which does not say why; hardly anything but the disk can be the reason.
+            free = shutil.disk_usage(folder).free
+            raise UserError(
+                f"cannot write {folder}: its disk has {free / 1e6:,.1f} MB left; make room and go on with "
+                "resume=latest"
+            ) from error
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote."""

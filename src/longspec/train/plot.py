@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
+from longspec.models.files import write_whole
 from longspec.train.checkpoints import stage_runs
 from longspec.train.report import METRICS, read_metrics
 
@@ -36,7 +38,9 @@ def plot(run: Path, output: Path | None = None) -> Path:
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     path = output or run / "plot.png"
-    figure.savefig(path, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120)
+    write_whole(path, picture.getvalue())
     return path
 
 

@@ -36,8 +36,12 @@ class MetricsFile:
         self._file = open(path, "a")  # noqa: SIM115 - closed by close()
 
     def log(self, step: int, values: Values) -> None:
-        self._file.write(json.dumps({"step": step} | values) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step} | values) + "\n")
+            self._file.flush()
+        except OSError as error:
+            error.filename = self._file.name  # a write that fails does not name its file
+            raise
 
     def close(self) -> None:
         self._file.close()

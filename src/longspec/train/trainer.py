@@ -318,7 +318,15 @@ class Trainer:
         return make_loggers(self.folder, self.settings.logger, config, first)
 
     def _save(self, step: int) -> None:
-        """Write a checkpoint; all processes take part."""
+        """Write a checkpoint, of which nothing is left if that fails; all processes take part."""
+        try:
+            self._write_checkpoint(step)
+        except BaseException:
+            if self.processes.first:
+                checkpoints.sweep(self.folder, self.settings.saving.keep)
+            raise
+
+    def _write_checkpoint(self, step: int) -> None:
         building = checkpoints.building_folder(self.folder, step)
         if self.processes.first:
             building.mkdir(parents=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,14 +38,14 @@ class ShardIndex:
 
 def read_record(path: Path, shape: type[T]) -> T:
     """The JSON in a file, in this type."""
-    return parse_record(_read(path, MOST_BYTES), shape, f"cannot read {path}")
+    return parse_record(read_bytes(path, MOST_BYTES), shape, f"cannot read {path}")
 
 
 def read_yaml(path: Path, shape: type[T]) -> list[T]:
     """The documents in a YAML file, in this type."""
     import yaml
 
-    source, data = f"cannot read {path}", _read(path, MOST_YAML)
+    source, data = f"cannot read {path}", read_bytes(path, MOST_YAML)
     if len(data) > MOST_YAML:
         raise UserError(f"{source}: it has more than {MOST_YAML // 1024} KiB, which is too much for settings")
     try:
@@ -59,10 +60,10 @@ def read_yaml(path: Path, shape: type[T]) -> list[T]:
     return [parse_record(text.encode(), shape, source) for text in texts]
 
 
-def _read(path: Path, most: int) -> bytes:
-    """A file, and no more of it than shows that it is too large."""
+def read_bytes(path: Path, most: int) -> bytes:
+    """A file, and no more of it than shows that it is too large. A pipe that nobody writes to is empty."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             return file.read(most + 1)
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         reason = (isinstance(error, OSError) and error.strerror) or str(error)

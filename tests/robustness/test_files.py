@@ -141,7 +141,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> dict[P
         cache / "longspec.json": lambda: is_complete(cache),
         checkpoint / "state.json": lambda: checkpoints.progress_of(root / "train"),
         root / "train" / "stages.json": lambda: checkpoints.stage_runs(root / "train"),
-        held_out: lambda: evaluate.load_continuations(held_out),
+        held_out: lambda: evaluate.load_continuations(held_out, 100),
     }
 
 

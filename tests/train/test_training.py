@@ -125,6 +125,29 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(home: Path, unbroken: P
     assert list(taus(folder)) == [0, 4, 8]
 
 
+def test_a_damaged_checkpoint_is_named(
+    home: Path, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its files have their sizes, so that only reading them tells."""
+    from longspec.cli.main import main
+
+    shutil.copytree(unbroken, tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000008"
+    for name in ("random-0.pt", "engine/zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        data = bytearray((checkpoint / name).read_bytes())
+        data[100::50] = bytes(len(data[100::50]))
+        (checkpoint / name).write_bytes(data)
+        wanted = [one for one in settings(home, "unbroken") if not one.startswith("run=")]
+        assert main(["train", *wanted, f"run={tmp_path / 'run'}", "resume=latest"]) == 2
+        error = capsys.readouterr().err
+        assert str(checkpoint) in error
+        assert "remove that checkpoint" in error
+    weights = checkpoint / "draft" / "model.safetensors"
+    weights.write_bytes(b"\xff" * weights.stat().st_size)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "draft")]) == 2
+    assert "cannot read the draft" in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_several_lags_of_each_sequence(home: Path, unbroken: Path) -> None:
     run(settings(home, "lags", "stage.lags=3"))
@@ -278,6 +301,12 @@ def test_the_stages_of_the_shipped_draft(
         ("stage.seq_length=2048", "60 sequences of 32 tokens; 64 make one of 2048"),
         ("data.num_held_out=60", "some must be left"),
         ("stage.lag_decay=0", "above 0 and at most 1"),
+        ("stage.lr=nan", "stage.lr is nan; a finite number is needed"),
+        ("stage.epochs=inf", "stage.epochs is inf"),
+        (f"stage.num_steps={'9' * 400}", "stage.num_steps is 9999"),
+        ("seed=-1", "seed is -1; it must lie between 0 and 4294967295"),
+        ("deepspeed.config.zero_optimization=x", "zero_optimization is 'x'; a stage from 0 to 3"),
+        ("data.train=[[a]]", "data.train names ['a']; a folder is needed"),
         ("stage.max_offset=500", "at most 224"),
         ("target.tp_size=2", "does not divide the 1 processes"),
         ("draft.cross_layers=[7]", "cross layer 7"),

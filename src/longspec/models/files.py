@@ -19,8 +19,9 @@ _WRITING = ".writing-"
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file atomically: if anything goes wrong, the old file stays."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_WRITING)
+    temporary = None
     try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_WRITING)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
@@ -28,9 +29,10 @@ def write_whole(path: Path, data: bytes) -> None:
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = error.filename or str(path)  # a failed write does not name its file
+            error.filename, error.filename2 = str(path), None  # not the temporary name, or none at all
         raise
 
 

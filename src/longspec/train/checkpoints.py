@@ -9,6 +9,7 @@ RUN/checkpoints/step-00000200/
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -16,6 +17,7 @@ import random
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from longspec.errors import UserError
+from longspec.errors import UserError, shown
 from longspec.models.files import write_whole
 from longspec.records import read_record
 
@@ -130,15 +132,25 @@ def save_random_states(path: Path) -> None:
 
 
 def load_random_states(path: Path) -> None:
-    try:
+    with explained(path):
         states = torch.load(path, weights_only=False)
-    except (OSError, RuntimeError, EOFError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    torch.set_rng_state(states["torch"])
-    np.random.set_state(states["numpy"])
-    random.setstate(states["python"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+        torch.set_rng_state(states["torch"])
+        np.random.set_state(states["numpy"])
+        random.setstate(states["python"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Name what is damaged, whatever a library that reads it raises."""
+    try:
+        yield
+    except Exception as error:
+        reason = shown(" ".join(str(error).split()), quoted=False) or type(error).__name__
+        raise UserError(
+            f"cannot read {path}: {reason}; remove that checkpoint to go on from the one before"
+        ) from error
 
 
 def note_stages(run: Path, names: list[str]) -> None:

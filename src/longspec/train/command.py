@@ -203,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     try:
         return run(parser.parse_args(argv))
-    except UserError as error:
-        print(f"longspec: error: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        text = repr(" ".join(str(error).split()))[1:-1]  # one line, without control characters
+        print(f"longspec: error: {text}", file=sys.stderr)
         return 2

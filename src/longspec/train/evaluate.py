@@ -21,6 +21,7 @@ from longspec.decoding.methods import VANILLA
 from longspec.engine.make import make_engine
 from longspec.engine.memory import kv_bytes
 from longspec.engine.sequence import Sequence
+from longspec.errors import UserError
 from longspec.models.files import write_whole
 from longspec.models.target import Transformer
 from longspec.records import read_record
@@ -85,8 +86,11 @@ def save_continuations(path: Path, texts: list[Continuation]) -> None:
     write_whole(path, json.dumps([asdict(text) for text in texts]).encode())
 
 
-def load_continuations(path: Path) -> list[Continuation]:
-    return read_record(path, list[Continuation])
+def load_continuations(path: Path, vocab_size: int) -> list[Continuation]:
+    found = read_record(path, list[Continuation])
+    if not all(0 <= token < vocab_size for text in found for token in (*text.prompt, *text.tokens)):
+        raise UserError(f"{path} has tokens outside the target's vocabulary of {vocab_size}: remove it")
+    return found
 
 
 @torch.no_grad()

@@ -14,7 +14,13 @@ import yaml
 from longspec import hub
 from longspec.data.shards import Source, merged, read_info
 from longspec.errors import UserError
-from longspec.models.draft_files import PUBLISHED_FILE, DraftRecord, read_draft_config, read_draft_record
+from longspec.models.draft_files import (
+    PUBLISHED_FILE,
+    DraftRecord,
+    read_draft_config,
+    read_draft_record,
+    read_tensors,
+)
 from longspec.models.files import write_whole
 from longspec.models.placement import DTYPES
 from longspec.records import read_yaml
@@ -46,7 +52,7 @@ class Stage:
 
 def export(run: Path, output: Path, dtype: str = "auto") -> Path:
     """Write the draft of a run's newest checkpoint to `output`: whole, or not at all."""
-    from safetensors.torch import load_file, save
+    from safetensors.torch import save
 
     checkpoint = newest_of(run)
     if output.exists() and any(output.iterdir()):
@@ -57,7 +63,7 @@ def export(run: Path, output: Path, dtype: str = "auto") -> Path:
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     try:
-        tensors = load_file(checkpoint / "draft" / "model.safetensors")
+        tensors = read_tensors(checkpoint / "draft")
         export_dtype = _dtype(dtype, last)
         cast = {name: t.to(export_dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         write_whole(building / "model.safetensors", save(cast, {"format": "pt"}))

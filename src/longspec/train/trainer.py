@@ -60,12 +60,12 @@ def learning_rate(stage: StageSettings, step: int, num_steps: int) -> float:
 def train(config: DictConfig) -> Path:
     """Run one stage; returns the run's folder."""
     settings: TrainSettings = OmegaConf.to_object(config)  # type: ignore[assignment]
-    set_seed(settings.seed)
     device = local_device(settings.target.device)
     processes = join(device, settings.target.tp_size)
     zero = zero_stage(settings.deepspeed.config)
     _check_run(Path(settings.run), settings, config)
     parts = build(settings, device, zero == 3 or settings.target.tp_size > 1)
+    set_seed(settings.seed)
     trainer = Trainer(settings, config, parts, processes, device)
     return trainer.run()
 
@@ -194,7 +194,8 @@ class Trainer:
                 f"the checkpoint {checkpoint} was written by {state.world_size} processes; resume with as "
                 f"many, not {self.processes.world_size}"
             )
-        self.engine.load(checkpoint)
+        with checkpoints.explained(checkpoint):
+            self.engine.load(checkpoint)
         checkpoints.load_random_states(checkpoint / f"random-{self.processes.rank}.pt")
         if state.acceptance:
             self.acceptance = as_record(state.acceptance, evaluate.Acceptance, checkpoint)
@@ -299,7 +300,7 @@ class Trainer:
             return []
         path = self.folder / "held_out.json"
         if path.is_file():
-            return evaluate.load_continuations(path)
+            return evaluate.load_continuations(path, self.parts.pair.target.config.vocab_size)
         mixture, wanted = self.parts.mixture, self.settings.evaluation
         held_out = [mixture[index] for index in range(self.order.num_sequences, len(mixture))]
         prompts = evaluate.prompts_of(held_out, wanted.prompt_tokens)

@@ -1,4 +1,4 @@
-"""The one reader of JSON files. What a file holds is checked against a type before anyone uses it.
+"""The one reader of JSON and YAML files. What a file holds is checked against a type before anyone uses it.
 
 Whoever reads a file names the type it must have: a dataclass, a `TypedDict`, or `dict[str, Any]` where the
 values are checked later. What does not fit is one line that names the file, the field and the value.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # No file that we read is larger. Values take up to 24 times the bytes of their text, so this bounds memory.
 MOST_BYTES = 32 * 2**20
+# No settings have so many bytes, or values where aliases repeat them.
+MOST_YAML = 256 * 2**10
 # Numbers beyond this overflow float32, and no size, count or rate is so large.
 MOST = 1e38
 
@@ -35,13 +38,46 @@ class ShardIndex:
 
 def read_record(path: Path, shape: type[T]) -> T:
     """The JSON in a file, in this type."""
+    return parse_record(read_bytes(path, MOST_BYTES), shape, f"cannot read {path}")
+
+
+def read_yaml(path: Path, shape: type[T]) -> list[T]:
+    """The documents in a YAML file, in this type."""
+    import yaml
+
+    source, data = f"cannot read {path}", read_bytes(path, MOST_YAML)
+    if len(data) > MOST_YAML:
+        raise UserError(f"{source}: it has more than {MOST_YAML // 1024} KiB, which is too much for settings")
     try:
-        with open(path, "rb") as file:
-            data = file.read(MOST_BYTES + 1)
+        documents = list(yaml.safe_load_all(data))
+        if _size(documents, MOST_YAML) > MOST_YAML:
+            raise UserError(f"{source}: its aliases name too much too often")
+        texts = [json.dumps(one) for one in documents]
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # dates, and what holds itself
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{source}: {shown(' '.join(str(error).split()), quoted=False)}") from error
+    return [parse_record(text.encode(), shape, source) for text in texts]
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """A file, and no more of it than shows that it is too large. A pipe that nobody writes to is empty."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            return file.read(most + 1)
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise UserError(f"cannot read {path}: {reason}") from error
-    return parse_record(data, shape, f"cannot read {path}")
+
+
+def _size(value: Any, most: int) -> int:
+    """How many values there are in a value, as far as they are not more than `most`."""
+    size, inside = 1, value.values() if isinstance(value, dict) else value
+    for inner in inside if isinstance(value, dict | list) else ():
+        size += _size(inner, most - size)
+        if size > most:
+            break
+    return size
 
 
 def parse_record(data: bytes, shape: type[T], source: object) -> T:

@@ -36,6 +36,8 @@ _KEEP_ALIVE = 75
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that is ours and does not listen yet: an address that is taken is told before a long load."""
+    if not 0 <= port < 2**16:  # getaddrinfo would take the rest of a division
+        raise UserError(f"cannot listen at port {shown(port)}; it must lie between 0 and {2**16 - 1}")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, ValueError, OverflowError) as error:

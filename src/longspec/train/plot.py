@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
+from longspec.models.files import write_whole
 from longspec.train.checkpoints import stage_runs
 from longspec.train.report import METRICS, read_metrics
 
@@ -24,7 +26,9 @@ def plot(run: Path, output: Path | None = None) -> Path:
     offset = 0
     for index, (folder, lines) in enumerate(runs):
         name = folder.name if len(runs) > 1 else ""
-        _draw_loss(loss, [line for line in lines if "loss" in line], offset, index, name)
+        _draw_loss(
+            loss, [line for line in lines if {"loss", "target_loss"} <= line.keys()], offset, index, name
+        )
         _draw_tau(acceptance, [line for line in lines if "eval_tau" in line], offset, index, name)
         offset += max((line["step"] for line in lines), default=0)
     loss.set(xlabel="step", ylabel="loss")
@@ -34,7 +38,9 @@ def plot(run: Path, output: Path | None = None) -> Path:
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     path = output or run / "plot.png"
-    figure.savefig(path, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120)
+    write_whole(path, picture.getvalue())
     return path
 
 

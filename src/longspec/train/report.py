@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longspec.errors import UserError
+from longspec.models.files import write_whole
 from longspec.progress import rich_bar
 from longspec.train.schema import LoggerSettings
 
 Values = dict[str, Any]
 METRICS = "metrics.jsonl"
+_FIGURES = ("step", "loss", "target_loss", "eval_tau")
 
 
 class Logger(Protocol):
@@ -30,12 +32,16 @@ class MetricsFile:
 
     def __init__(self, path: Path, first_step: int) -> None:
         kept = [] if not first_step else [line for line in read_metrics(path) if line["step"] <= first_step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._file = open(path, "a")  # noqa: SIM115 - closed by close()
 
     def log(self, step: int, values: Values) -> None:
-        self._file.write(json.dumps({"step": step} | values) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step} | values) + "\n")
+            self._file.flush()
+        except OSError as error:
+            error.filename = self._file.name  # a write that fails does not name its file
+            raise
 
     def close(self) -> None:
         self._file.close()
@@ -103,9 +109,13 @@ def read_metrics(path: Path) -> list[Values]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, RecursionError):  # only the last line can be incomplete
             values = json.loads(line)  # not by `records`, because the loss of a failed run is NaN
-            if isinstance(values, dict) and isinstance(values.get("step"), int):
-                lines.append(values)
+            if isinstance(values, dict) and all(_is_number(values.get(name, 0)) for name in _FIGURES):
+                lines += [values] if "step" in values else []
     return lines
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not abs(value) > 2**53
 
 
 def flat(values: Values) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -81,20 +82,26 @@ def _loader(folder: Path) -> Any:
     return transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
 
 
+@contextlib.contextmanager
+def tokenizer_explained(what: str) -> Iterator[None]:
+    """Say what failed, whatever a tokenizer's file makes the library raise."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic in the Rust tokenizers is no Exception
+        reason = shown(" ".join(str(error).split()), quoted=False) or type(error).__name__
+        raise UserError(f"{what}: {reason}") from error
+
+
 class PromptEncoder:
     """A tokenizer with its chat template."""
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             raise UserError(f"{folder} has no tokenizer: one of {', '.join(_TOKENIZER_FILES)} is needed")
-        try:
+        with tokenizer_explained(f"cannot read the tokenizer in {folder}"):
             self.tokenizer: Any = _loader(folder).from_pretrained(folder, trust_remote_code=False)
-        except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
-            raise
-        except BaseException as error:  # a panic in the Rust tokenizers is no Exception
-            # Whatever a broken tokenizer file makes the library raise, the user needs the folder's name.
-            reason = shown(" ".join(str(error).split()), quoted=False) or type(error).__name__
-            raise UserError(f"cannot read the tokenizer in {folder}: {reason}") from error
         if not self.tokenizer.chat_template:
             self.tokenizer.chat_template = chat_template
         if self.tokenizer.chat_template:
@@ -137,4 +144,5 @@ class PromptEncoder:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise UserError(f"the prompt is not valid Unicode: it holds {text[error.start]!r}") from error
-        return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        with tokenizer_explained("the target's tokenizer cannot read this text"):
+            return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -30,6 +30,7 @@ from longspec.data.records import JsonLines, read_document, read_prompt
 from longspec.data.shards import Packed, Role, finish, write_shard
 from longspec.data.survey import spans, survey
 from longspec.data.synthesis import SynthesisState, _note, _recall
+from longspec.errors import UserError
 from longspec.models.draft import GlideDraft
 from longspec.models.draft_files import Fingerprint, draft_tensors, load_draft, read_draft_record, save_draft
 from longspec.prompts import PromptEncoder
@@ -65,6 +66,34 @@ def small_tokenizer(folder: Path) -> None:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}},
+        {
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"Regex": "(a+)+$"},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        },
+    ],
+)
+def test_a_tokenizer_that_can_be_read_and_cannot_read(tmp_path: Path, change: dict[str, Any]) -> None:
+    """An unknown word that has no token; a pattern that takes for ever, which is a panic of Rust's."""
+    small_tokenizer(tmp_path)
+    path, text = tmp_path / "tokenizer.json", "a" * 40 + "b"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    encoder = PromptEncoder(tmp_path)
+    with pytest.raises(UserError, match="the target's tokenizer cannot read this text"):
+        encoder.encode(text, False, 300)
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    (chunk,) = read_chunks(find_files([str(tmp_path / "text.jsonl")]), Position())
+    with pytest.raises(UserError, match="the target's tokenizer cannot read a text"):
+        encode_chunk(Encoder(Recipe(), encoder.tokenizer), chunk)
 
 
 def damage_any(path: Path) -> Callable[[bytes, random.Random], bytes]:

@@ -17,6 +17,7 @@ from longspec.data.read import Chunk
 from longspec.data.shards import tokenizer_fingerprint
 from longspec.data.template import TEMPLATES, Chat, Piece, Rendered
 from longspec.errors import UserError, entry
+from longspec.prompts import tokenizer_explained
 
 _BATCH_CHARACTERS = 1 << 20  # per call of the tokenizer, whose results take a hundred bytes per token
 
@@ -155,14 +156,15 @@ class Encoder:
 
     def _tokenize(self, texts: list[str], is_chat: bool, several: bool) -> tuple[list[Any], list[Any]]:
         """Of each text the ids and, where it has several roles, where in the text each token ends."""
-        found = self.tokenizer(
-            texts,
-            add_special_tokens=not is_chat,
-            return_offsets_mapping=several,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+        with tokenizer_explained("the target's tokenizer cannot read a text"):
+            found = self.tokenizer(
+                texts,
+                add_special_tokens=not is_chat,
+                return_offsets_mapping=several,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
         ids = [np.array(one, np.uint32) for one in found["input_ids"]]
         if not several:
             return ids, [None] * len(ids)

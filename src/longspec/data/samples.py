@@ -26,7 +26,7 @@ from longspec.decoding.methods import VANILLA
 from longspec.decoding.sampling import Sampling
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
-from longspec.prompts import PromptEncoder
+from longspec.prompts import PromptEncoder, tokenizer_explained
 from longspec.templates import render_chat, render_chats
 
 MODES = ("documents", "prompts", "questions")
@@ -299,7 +299,7 @@ class Script:
         for first in range(0, len(samples), AT_ONCE):
             few = samples[first : first + AT_ONCE]
             texts = render_chats(self._tokenizer, [sample.messages for sample in few], open_turn=True)
-            encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+            encoded = self._encode_all(texts)
             for sample, text, tokens in zip(few, texts, encoded, strict=True):
                 sample.rendered = text
                 sample.add(tokens, Role.PROMPT)
@@ -320,7 +320,11 @@ class Script:
         return render_chat(self._tokenizer, messages, open_turn=True)
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._encode_all([text])[0]
+
+    def _encode_all(self, texts: list[str]) -> list[list[int]]:
+        with tokenizer_explained("the target's tokenizer cannot read a text"):
+            return list(self._tokenizer(texts, add_special_tokens=False)["input_ids"])
 
     def _draws(self, first: int, stop: int, stream: int) -> NDArray[np.float64]:
         """A number in [0, 1) for each sample."""

@@ -127,7 +127,7 @@ BAD = {
     "template": (["prepare", "IN", "--template", "poem"], "'poem' is unknown: take one of text"),
     "aligner": (["prepare", "IN", "--align", "stars"], "'stars' is unknown: take one of id"),
     "packing": (["prepare", "IN", "--pack", "tetris"], "'tetris' is unknown: take one of stream"),
-    "seq length": (["prepare", "IN", "--seq-length", "1"], "--seq-length is 1"),
+    "seq length": (["prepare", "IN", "--seq-length", "1"], "seq_length is 1"),
     "target": (["prepare", "IN", "--target", "./none"], "there is no file or folder none"),
     "unknown target": (["prepare", "IN", "--target", "smolm2-135m"], "did you mean 'smollm2-135m'"),
     "no folder": (["info", "none"], "the dataset none is not there"),

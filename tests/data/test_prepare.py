@@ -23,7 +23,8 @@ from transformers import AutoTokenizer
 
 from longspec.data import prepare as module
 from longspec.data import shards
-from longspec.data.prepare import PrepareOptions, PrepareSummary, prepare
+from longspec.data.options import PrepareOptions
+from longspec.data.prepare import PrepareSummary, prepare
 from longspec.data.shards import Dataset, Role
 from longspec.errors import UserError
 

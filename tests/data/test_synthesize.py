@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longspec import LongSpec
-from longspec.data.samples import Script, SynthesisOptions
+from longspec.data.options import SynthesisOptions
+from longspec.data.samples import Script
 from longspec.data.screen import Seen, is_repetitive, loop_start, signature
 from longspec.data.shards import Dataset, Role
 from longspec.data.synthesize import synthesize

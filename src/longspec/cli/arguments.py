@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from longspec.config import DEFAULT_TREE
 from longspec.decoding.methods import Auto
 from longspec.decoding.methods.registry import all_options, choices
-from longspec.decoding.option import Option, options_of
 from longspec.decoding.sampling import Sampling
 from longspec.errors import UserError
+from longspec.hub.registry import DEFAULT_TARGET
+from longspec.option import Option, options_of
 
 if TYPE_CHECKING:
     from longspec.api import LongSpec
     from longspec.options import Options
 
-DEFAULT_TARGET = "smollm2-135m"
+_METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE"}
 
 
 def add_target(group: argparse._ActionsContainer) -> None:
@@ -109,7 +111,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest answer (default: what fits, at most 512)",
     )
     for one in options_of(Sampling).values():
-        _add_option(group, one, one.help)
+        add_option(group, one, default=None)
     group.add_argument(
         "--seed",
         type=whole_number,
@@ -147,7 +149,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for one, owners in all_options().values():
         default = "none" if one.default is None else one.format(one.default)
-        _add_option(group, one, f"{', '.join(owners)}: {one.help} (default: {default})")
+        add_option(group, one, default=None, help=f"{', '.join(owners)}: {one.help} (default: {default})")
     group.add_argument(
         "--no-calibrate",
         dest="calibrate",
@@ -156,8 +158,15 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_option(group: argparse._ActionsContainer, option: Option, about: str) -> None:
-    """The flag of an option; None where it is not given."""
+def add_options(group: argparse._ActionsContainer, cls: type, *names: str) -> None:
+    """The flags of these options of a class."""
+    known = options_of(cls)
+    for name in names:
+        add_option(group, known[name])
+
+
+def add_option(group: argparse._ActionsContainer, option: Option, *flags: str, **changes: Any) -> None:
+    """The flag of an option; `changes` are argparse's, such as another default."""
 
     def read(text: str) -> Any:
         try:
@@ -165,12 +174,15 @@ def _add_option(group: argparse._ActionsContainer, option: Option, about: str) -
         except UserError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
-    group.add_argument(
-        f"--{option.name.replace('_', '-')}",
-        type=read,
-        metavar={int: "N", float: "X"}.get(option.type, "N,N,..."),
-        help=about,
-    )
+    default = changes.get("default", option.default)
+    shown = ",".join(f"{one:g}" for one in default) if isinstance(default, tuple) else default
+    about = option.help if default is None or option.type is bool else f"{option.help} (default: {shown})"
+    settings: dict[str, Any] = {"dest": option.name, "default": default, "help": about}
+    if option.type is bool:
+        settings["action"] = "store_true"
+    else:
+        settings |= {"type": read, "metavar": option.metavar or _METAVARS.get(option.type, "N,N,...")}
+    group.add_argument(*(flags or (f"--{option.name.replace('_', '-')}",)), **(settings | changes))
 
 
 def add_tree_shape(parser: argparse._ActionsContainer, default: tuple[int, ...] | None = None) -> None:

@@ -10,17 +10,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longspec.cli.arguments import add_model_arguments, load, numbers, whole_number, whole_numbers
+from longspec.bench.settings import RunSetting
+from longspec.cli.arguments import (
+    add_model_arguments,
+    add_option,
+    add_options,
+    load,
+    whole_number,
+    whole_numbers,
+)
 from longspec.cli.bench_load import LOAD
 from longspec.cli.command import Command, add_commands
 from longspec.cli.terminal import printable
 from longspec.decoding.methods.registry import choices, choose_method, find
+from longspec.option import options_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from longspec.api import LongSpec
-    from longspec.bench.run import RunSetting
     from longspec.bench.summary import Figures
     from longspec.bench.workloads import Workload
 
@@ -52,16 +60,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "JSONL file with `prompt` or `turns`; repeatable (default: builtin)",
     )
     parser.add_argument("--data", metavar="FOLDER", help="has TASK.jsonl of LongBench and aime.jsonl")
-    parser.add_argument(
-        "--limit", type=whole_number, metavar="N", help="only the first N prompts of each kind"
-    )
-    parser.add_argument(
-        "--batch",
-        type=whole_number,
-        default=1,
-        metavar="N",
-        help="answer N prompts of a kind at once (%(default)s)",
-    )
+    add_options(parser, RunSetting, "limit", "batch")
     _add_methods(parser)
     _add_run(parser, max_new_tokens=64, repeats=3)
 
@@ -147,20 +146,10 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
 
 def _add_run(parser: argparse.ArgumentParser, max_new_tokens: int, repeats: int) -> None:
     """What every benchmark of whole answers takes."""
-    parser.add_argument(
-        "--max-new-tokens",
-        "--max_gen_len",
-        type=whole_number,
-        default=max_new_tokens,
-        metavar="N",
-        help="longest answer (%(default)s)",
-    )
-    parser.add_argument(
-        "--temperature", type=numbers, default=(0.0,), metavar="T,T,...", help="one or more (default: 0)"
-    )
-    parser.add_argument(
-        "--repeats", type=whole_number, default=repeats, metavar="N", help="timed (%(default)s)"
-    )
+    own = options_of(RunSetting)
+    add_option(parser, own["max_new_tokens"], "--max-new-tokens", "--max_gen_len", default=max_new_tokens)
+    add_option(parser, own["temperatures"], "--temperature")
+    add_option(parser, own["repeats"], default=repeats)
     parser.add_argument(
         "--baseline", choices=["hf"], help="transformers too, eager, compiled, and with its speculation"
     )
@@ -236,18 +225,17 @@ def _settings(
     arguments: argparse.Namespace, methods: list[str], limit: int | None = None, batch: int = 1
 ) -> RunSetting:
     """Checked here, so that a bad value is told before a long load."""
-    from longspec.bench.run import RunSetting
     from longspec.errors import UserError
 
     if arguments.assistant and not arguments.baseline:
         raise UserError("--assistant is for --baseline hf; give both")
     return RunSetting(
-        methods=[name.strip() for name in methods if name.strip()],
-        temperatures=list(dict.fromkeys(arguments.temperature)),
-        repeats=arguments.repeats,
-        max_new_tokens=arguments.max_new_tokens,
-        limit=limit,
-        batch=batch,
+        [name.strip() for name in methods if name.strip()],
+        tuple(dict.fromkeys(arguments.temperatures)),
+        arguments.repeats,
+        arguments.max_new_tokens,
+        limit,
+        batch,
     )
 
 

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from longspec.cli.arguments import (
-    DEFAULT_TARGET,
     add_device,
     add_size_arguments,
     add_source,
@@ -18,6 +17,7 @@ from longspec.cli.arguments import (
 from longspec.cli.command import Command
 from longspec.cli.terminal import printable
 from longspec.config import DEFAULT_TREE
+from longspec.hub.registry import DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from longspec.config import DraftConfig

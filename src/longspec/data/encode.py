@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspec.data.align import ALIGNERS, Aligner, BadRecord, Record, look_up, rename
+from longspec.data.options import Recipe
 from longspec.data.pack import Document
 from longspec.data.read import Chunk
 from longspec.data.shards import tokenizer_fingerprint
@@ -19,19 +20,6 @@ from longspec.data.template import TEMPLATES, Chat, Piece, Rendered
 from longspec.errors import UserError, entry
 
 _BATCH_CHARACTERS = 1 << 20  # per call of the tokenizer, whose results take a hundred bytes per token
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How a record becomes a document."""
-
-    template: str = "text"
-    renames: tuple[tuple[str, str], ...] = ()
-    aligners: tuple[str, ...] = ()
-    think: bool = False
-    licence: str = "unknown"
-    licence_field: str | None = None
-    source_field: str | None = None
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longspec.data.encode import Bad, Encoded, Encoder, Recipe
+from longspec.data.encode import Bad, Encoded, Encoder
 from longspec.data.inputs import InputFile, find_files, fingerprint
+from longspec.data.options import PrepareOptions
 from longspec.data.pack import POLICIES, Shelf
 from longspec.data.read import Chunk, Position, read_chunks
 from longspec.data.shards import (
@@ -38,47 +39,6 @@ _STATE = "prepare.json"
 _SHARD_TOKENS = 1 << 23
 _WORKER_BYTES = 1 << 21  # of input for each worker: starting one takes about as long
 _NUM_PLACES = 5
-
-
-@dataclass(frozen=True)
-class PrepareOptions(Recipe):
-    """What to prepare, and how; the flags of the command."""
-
-    inputs: tuple[str, ...]
-    folder: Path
-    target: str
-    revision: str | None = None
-    offline: bool = False
-    seq_length: int = 1024
-    pack: str = "stream"
-    truncate: bool = False
-    min_tokens: int = 2
-    skip: int = 0
-    limit: int | None = None
-    shard_sequences: int | None = None
-    split: str | None = None
-    skip_bad: bool = False
-    workers: int = 1
-
-    def check(self) -> None:
-        """Refuse bad values before anything is read."""
-        least = {"seq_length": 2, "min_tokens": 1, "skip": 0, "limit": 1, "shard_sequences": 1, "workers": 1}
-        for name, minimum in least.items():
-            value = getattr(self, name)
-            if value is not None and value < minimum:
-                raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {minimum}")
-        entry("packing", self.pack, POLICIES)
-        if self.truncate and self.pack == "stream":
-            raise UserError("--truncate is for --pack whole and single: stream cuts where sequences end")
-
-    def settings(self, files: list[InputFile], encoder: Encoder) -> dict[str, Any]:
-        """All that the result depends on."""
-        skipped = ("folder", "offline", "skip_bad", "workers")
-        own = {name: value for name, value in asdict(self).items() if name not in skipped}
-        own |= {"inputs": list(dict.fromkeys(file.source for file in files))}
-        more = {"input_files": fingerprint(files), "tokenizer": encoder.fingerprint}
-        made: dict[str, Any] = json.loads(json.dumps({"command": "data prepare"} | own | more))
-        return made
 
 
 @dataclass
@@ -132,14 +92,14 @@ def prepare(options: PrepareOptions, progress: bool = False) -> PrepareSummary:
     With more than one worker, a script that calls this needs Python's `if __name__ == "__main__":` guard.
     """
     begun = time.monotonic()
-    options.check()
+    entry("packing", options.pack, POLICIES)
     files = find_files(options.inputs, options.split)
     target = resolve_tokenizer(
         options.target, revision=options.revision, offline=options.offline, progress=progress
     )
     tokenizer = PromptEncoder(target.folder, target.entry.chat_template if target.entry else None).tokenizer
     encoder = Encoder(options, tokenizer)
-    settings = options.settings(files, encoder)
+    settings = _settings(options, files, encoder)
     with claimed(options.folder, _STATE):
         clear_unfinished(options.folder / _STATE)
         if is_finished(options.folder):
@@ -247,6 +207,16 @@ class _Job:
         info = finish(options.folder, state.num_shards, self._encoder.vocab_size, tokenizer, made_by)
         (options.folder / _STATE).unlink(missing_ok=True)
         return info
+
+
+def _settings(options: PrepareOptions, files: list[InputFile], encoder: Encoder) -> dict[str, Any]:
+    """All that the result depends on, as JSON gives it back."""
+    skipped = ("folder", "offline", "skip_bad", "workers")
+    own = {name: value for name, value in asdict(options).items() if name not in skipped}
+    own |= {"inputs": list(dict.fromkeys(file.source for file in files))}
+    more = {"input_files": fingerprint(files), "tokenizer": encoder.fingerprint}
+    made: dict[str, Any] = json.loads(json.dumps({"command": "data prepare"} | own | more))
+    return made
 
 
 def _read_state(folder: Path, settings: dict[str, Any]) -> PrepareState:

@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from longspec.data.options import MODES
 from longspec.data.pack import Document, pack_whole
-from longspec.data.samples import AT_ONCE, MODES, Sample, Script
+from longspec.data.samples import AT_ONCE, Sample, Script
 from longspec.data.screen import Seen
 from longspec.data.shards import (
     Source,

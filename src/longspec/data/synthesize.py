@@ -12,8 +12,9 @@ import torch
 
 from longspec import hub
 from longspec.config import ModelConfig
+from longspec.data.options import SynthesisOptions
 from longspec.data.records import JsonLines
-from longspec.data.samples import FILES, Script, SynthesisOptions
+from longspec.data.samples import FILES, Script
 from longspec.data.shards import is_finished, tokenizer_fingerprint
 from longspec.data.synthesis import Output, SynthesisSummary, begin, make_dataset, summary_of
 from longspec.engine.make import make_engine

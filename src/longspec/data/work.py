@@ -16,7 +16,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from longspec.data.encode import Bad, Encoded, Encoder, Recipe, encode_chunk
+from longspec.data.encode import Bad, Encoded, Encoder, encode_chunk
+from longspec.data.options import Recipe
 from longspec.data.read import Chunk
 from longspec.errors import UserError
 

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from longspec.decoding.methods.base import Auto, Method, MethodChoice
-from longspec.decoding.option import Option
 from longspec.errors import UserError
+from longspec.option import Option
 
 _METHODS: dict[str, type[Method]] = {}
 

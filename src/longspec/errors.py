@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,10 +51,15 @@ def flag(name: str, value: Any) -> bool:
 
 
 def entry(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
-    """The entry of a table by its name; `what` says in the error what the entries are."""
-    if name not in table:
-        raise UserError(f"the {what} {shown(name)} is unknown: take one of {', '.join(table)}")
+    """The entry of a table by its name; an error names it as `what`."""
+    check_known(what, name, table)
     return table[name]
+
+
+def check_known(what: str, name: Any, names: Collection[str]) -> None:
+    """Refuse a name that is not one of `names`."""
+    if not isinstance(name, str) or name not in names:
+        raise UserError(f"{what} {shown(name)} is unknown; there are: {', '.join(names)}")
 
 
 def check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

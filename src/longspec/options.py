@@ -11,9 +11,10 @@ from longspec.decoding.accept import AcceptanceRule
 from longspec.decoding.methods import Auto, MethodChoice
 from longspec.decoding.methods.registry import all_options, choose_method
 from longspec.decoding.sampling import Sampling
-from longspec.errors import UserError, flag, whole_number, whole_numbers
+from longspec.errors import UserError, check_known, entry, flag, whole_number, whole_numbers
 
 DEFAULT_MAX_NEW_TOKENS = 512
+_RULES: dict[str, AcceptanceRule] = {rule: rule for rule in get_args(AcceptanceRule)}
 
 
 class Options(TypedDict, total=False):
@@ -67,9 +68,8 @@ class Settings:
 def read_options(options: Mapping[str, Any]) -> Settings:
     """What the options mean; a bad one is refused by name."""
     known = [*dict.fromkeys((*Options.__annotations__, *all_options()))]
-    unknown = next((name for name in options if name not in known), None)
-    if unknown is not None:
-        raise UserError(f"option {unknown!r} is unknown; there are: {', '.join(known)}")
+    for name in options:
+        check_known("option", name, known)
     given = {name: value for name, value in options.items() if value is not None}
     names = [field.name for field in fields(Sampling)]
     sampling = {name: given[name] for name in names if name in given}
@@ -84,20 +84,13 @@ def read_options(options: Mapping[str, Any]) -> Settings:
         method=choose_method(
             given.get("method", Auto.name), {name: given[name] for name in all_options() if name in given}
         ),
-        acceptance=_acceptance(given.get("acceptance", "coupled")),
+        acceptance=entry("acceptance", given.get("acceptance", "coupled"), _RULES),
         max_new_tokens=max_new_tokens,
         seed=_checked_seed(given.get("seed")),
         stop=_stop_strings(given.get("stop", ())),
         eos_ids=frozenset(whole_numbers("eos_ids", given["eos_ids"])) if "eos_ids" in given else None,
         raw=flag("raw", given.get("raw", False)),
     )
-
-
-def _acceptance(wanted: Any) -> AcceptanceRule:
-    for known in get_args(AcceptanceRule):
-        if wanted == known:
-            return known
-    raise UserError(f"acceptance {wanted!r} is unknown; there are: {', '.join(get_args(AcceptanceRule))}")
 
 
 def room_for(max_length: int, num_prompt: int, wanted: int | None) -> int:

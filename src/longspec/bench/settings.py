@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longspec.decoding.methods.base import MethodChoice
+from longspec.decoding.methods.base import Auto, MethodChoice
 from longspec.decoding.methods.registry import read_label
 from longspec.errors import UserError
 from longspec.option import check_options, option
@@ -29,6 +29,10 @@ class RunSetting:
             raise UserError("there are no methods; name one or more, such as auto,lookup")
         for label in self.methods:
             read_method(label)
+
+    @property
+    def uses_auto(self) -> bool:
+        return any(isinstance(read_method(label)[0], Auto) for label in self.methods)
 
     @property
     def labels(self) -> list[str]:
@@ -58,6 +62,10 @@ class LoadSetting:
         for name in ("rates", "shares"):
             if not all(0 < one < float("inf") for one in getattr(self, name)):
                 raise UserError(f"{name} are {list(getattr(self, name))}; each must be above 0")
+
+    @property
+    def uses_auto(self) -> bool:
+        return isinstance(read_label(self.method), Auto)
 
 
 def read_method(label: str) -> tuple[MethodChoice, str]:

@@ -241,6 +241,11 @@ def _num_bytes(text: str) -> int:
     return int(float(found[1]) * base ** (" kmgt".index(found[2][:1] or " ")))
 
 
+def will_calibrate(arguments: argparse.Namespace) -> bool:
+    """Whether method auto will run and may measure this machine."""
+    return arguments.calibrate and arguments.method == Auto.name
+
+
 def load(arguments: argparse.Namespace, calibrate: bool, max_rows: int | None = None) -> LongSpec:
     """The model that the flags name; it is measured only where `calibrate` says that method auto will run.
 

@@ -250,7 +250,7 @@ def _bench(arguments: argparse.Namespace, settings: RunSetting, workloads: Workl
 
     name = f"bench-{arguments.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(arguments.output or Path("outputs") / name)
-    model = load(arguments, "auto" in settings.methods, settings.batch)
+    model = load(arguments, settings.uses_auto, settings.batch)
     chosen = workloads(model)
     others: list[Transformers] = []
     missing: dict[str, str] = {}

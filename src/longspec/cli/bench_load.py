@@ -52,7 +52,7 @@ def _load(arguments: argparse.Namespace) -> int:
         shares=tuple(dict.fromkeys(shares)),
         **{name: getattr(arguments, name) for name in options_of(LoadSetting)},
     )
-    model = load(arguments, calibrate=arguments.method == "auto")
+    model = load(arguments, calibrate=setting.uses_auto)
     data = Path(arguments.data) if arguments.data else None
     workload = fitting(load_workload(arguments.workload, model, data), model, setting.max_new_tokens)
     found = measure_load(model, workload, setting, count_bar)

@@ -23,6 +23,7 @@ from longspec.cli.arguments import (
     add_sampling_arguments,
     load,
     options,
+    will_calibrate,
 )
 from longspec.cli.command import Command
 
@@ -50,7 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
     model = load(arguments, calibrate=False, max_rows=1)
     if not model.tokenizer.chat_template:
         raise UserError(f"{model.name} has no chat template; use `longspec generate --raw` with it")
-    if arguments.calibrate and arguments.method == "auto":
+    if will_calibrate(arguments):
         _calibrate(model)
     print(
         f"{printable(model.name)}: Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer, "

@@ -25,6 +25,7 @@ from longspec.cli.arguments import (
     add_sampling_arguments,
     load,
     options,
+    will_calibrate,
 )
 from longspec.cli.command import Command
 from longspec.decoding.methods.registry import all_options
@@ -71,7 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{flag} is for people and --json for machines; give one of them")
     prompt = _read_prompt(arguments)
     chosen = options(arguments)
-    model = load(arguments, calibrate=arguments.calibrate and arguments.method == "auto", max_rows=1)
+    model = load(arguments, calibrate=will_calibrate(arguments), max_rows=1)
     if arguments.json:
         print(json.dumps(model.generate(prompt, **chosen).to_json()))
         return 0

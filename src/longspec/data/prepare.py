@@ -42,12 +42,9 @@ _NUM_PLACES = 5
 
 
 @dataclass
-class PrepareState:
-    """How far the work has come at the end of a shard."""
+class RecordCounts:
+    """What became of the records; a finished dataset keeps it next to the settings."""
 
-    settings: dict[str, Any]
-    position: Position = field(default_factory=Position)
-    num_shards: int = 0
     num_documents: int = 0
     num_short: int = 0
     num_bad: int = 0
@@ -55,14 +52,14 @@ class PrepareState:
     """The first few."""
 
 
-@dataclass(frozen=True)
-class MadeBy:
-    """What a finished dataset says of how it was made, beside the settings."""
+@dataclass
+class PrepareState:
+    """The state of the work at the end of a shard."""
 
-    num_documents: int
-    num_short: int
-    num_bad: int
-    bad_places: list[str]
+    settings: dict[str, Any]
+    position: Position = field(default_factory=Position)
+    num_shards: int = 0
+    counts: RecordCounts = field(default_factory=RecordCounts)
 
 
 @dataclass(frozen=True)
@@ -141,16 +138,17 @@ class _Job:
             if isinstance(outcome, Bad):
                 self._bad(outcome)
             elif len(outcome.document) < self._options.min_tokens:
-                self.state.num_short += 1
+                self.state.counts.num_short += 1
             else:
                 self._put(outcome, here)
 
     def _bad(self, bad: Bad) -> None:
         if not self._options.skip_bad:
             raise UserError(f"{bad.place}: {bad.reason}; mend it, or leave such out with --skip-bad")
-        self.state.num_bad += 1
-        if len(self.state.bad_places) < _NUM_PLACES:
-            self.state.bad_places.append(f"{bad.place}: {bad.reason}")
+        counts = self.state.counts
+        counts.num_bad += 1
+        if len(counts.bad_places) < _NUM_PLACES:
+            counts.bad_places.append(f"{bad.place}: {bad.reason}")
 
     def _put(self, encoded: Encoded, here: Position) -> None:
         """Pack a document, or the rest of it that the last shard had no room for."""
@@ -161,7 +159,7 @@ class _Job:
         is_rest = (here.file, here.number) == (start.file, start.number) and start.offset > 0
         done = start.offset if is_rest else 0
         if not is_rest:
-            self.state.num_documents += 1
+            self.state.counts.num_documents += 1
             self._documents[origin] += 1
         while done < len(document):
             taken = self._shelf.put(document[done:])
@@ -193,16 +191,13 @@ class _Job:
         if self._tokens:
             self._write(end)
         if not state.num_shards:
-            where = ", ".join(options.inputs)
-            first = f", first {state.bad_places[0]}" if state.bad_places else ""
+            where, counts = ", ".join(options.inputs), state.counts
+            first = f", first {counts.bad_places[0]}" if counts.bad_places else ""
             raise UserError(
-                f"no usable document in {where}: {state.num_bad} bad{first}; "
-                f"{state.num_short} shorter than --min-tokens {options.min_tokens}"
+                f"no usable document in {where}: {counts.num_bad} bad{first}; "
+                f"{counts.num_short} shorter than --min-tokens {options.min_tokens}"
             )
-        counts = asdict(state)
-        for name in ("settings", "position", "num_shards"):
-            del counts[name]
-        made_by = state.settings | counts
+        made_by = state.settings | asdict(state.counts)
         tokenizer = tokenizer_fingerprint(self._encoder.tokenizer)
         info = finish(options.folder, state.num_shards, self._encoder.vocab_size, tokenizer, made_by)
         (options.folder / _STATE).unlink(missing_ok=True)
@@ -238,17 +233,17 @@ def _write_state(folder: Path, state: PrepareState) -> None:
 
 
 def _summary(folder: Path, info: DatasetInfo, seconds: float, rate: float | None) -> PrepareSummary:
-    made_by = as_record(info.made_by, MadeBy, folder)
+    counts = as_record(info.made_by, RecordCounts, folder)
     return PrepareSummary(
         str(folder),
         info.num_sequences,
         info.num_tokens,
-        made_by.num_documents,
+        counts.num_documents,
         info.num_shards,
         1 - info.num_tokens / (info.num_sequences * info.seq_length),
-        made_by.num_short,
-        made_by.num_bad,
-        made_by.bad_places,
+        counts.num_short,
+        counts.num_bad,
+        counts.bad_places,
         [asdict(source) for source in info.sources],
         seconds,
         rate or 0.0,

@@ -16,7 +16,7 @@ from longspec.data.shards import Source, merged, read_info
 from longspec.errors import UserError
 from longspec.models.draft_files import PUBLISHED_FILE, DraftRecord, read_draft_config, read_draft_record
 from longspec.models.files import write_whole
-from longspec.models.placement import DTYPES
+from longspec.models.placement import pick_device, pick_dtype
 from longspec.train.checkpoints import newest_of, read_state, stage_runs
 from longspec.train.report import read_metrics
 from longspec.train.trainer import CONFIG
@@ -56,7 +56,8 @@ def export(run: Path, output: Path, dtype: str = "auto") -> Path:
     building.mkdir(parents=True)
     try:
         tensors = load_file(checkpoint / "draft" / "model.safetensors")
-        export_dtype = _dtype(dtype, last)
+        wanted = last["target"]["dtype"] if dtype == "auto" else dtype
+        export_dtype = pick_dtype(wanted, pick_device("auto"))
         cast = {name: t.to(export_dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         write_whole(building / "model.safetensors", save(cast, {"format": "pt"}))
         pickled = io.BytesIO()
@@ -78,16 +79,6 @@ def export(run: Path, output: Path, dtype: str = "auto") -> Path:
         shutil.rmtree(building, ignore_errors=True)
         raise
     return output
-
-
-def _dtype(name: str, config: dict[str, Any]) -> torch.dtype:
-    if name == "auto":
-        name = config["target"]["dtype"]
-    if name == "auto":
-        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    if name not in DTYPES:
-        raise UserError(f"dtype {name!r} is unknown; use auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
 
 
 def _stages(run: Path) -> list[Stage]:

@@ -1,7 +1,7 @@
-"""`longspec data prepare`: text files become a dataset, in bounded memory, by any number of processes.
+"""`longspec data prepare`: make a dataset from text files, in bounded memory, with any number of processes.
 
-Workers tokenise chunks of records; this process packs the documents in the order of the input, so that the
-result does not depend on the workers. After each shard `prepare.json` says where in the input to go on.
+Workers tokenise chunks of records. This process packs the documents in the order of the input, so the result
+does not depend on the workers. After each shard, `prepare.json` says where in the input to continue.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from longspec.records import as_record, read_record
 
 _STATE = "prepare.json"
 _SHARD_TOKENS = 1 << 23
-_WORKER_BYTES = 1 << 21  # of input for each worker: starting one takes about as long
+_WORKER_BYTES = 1 << 21  # input bytes per worker; to start one takes about as long as to process them
 _NUM_PLACES = 5
 
 
@@ -78,13 +78,13 @@ class PrepareSummary:
     sources: list[dict[str, Any]]
     seconds: float
     tokens_per_second: float
-    """Of this run, without the loading of the tokenizer; 0 where there was nothing to do."""
+    """Of this run, without loading the tokenizer; 0 if there was nothing to do."""
     already: bool
-    """Whether it was done before."""
+    """Whether the dataset was finished before."""
 
 
 def prepare(options: PrepareOptions, progress: bool = False) -> PrepareSummary:
-    """Make the dataset, or what is missing of it.
+    """Make the dataset, or finish one that was begun.
 
     With more than one worker, a script that calls this needs Python's `if __name__ == "__main__":` guard.
     """
@@ -144,14 +144,14 @@ class _Job:
 
     def _bad(self, bad: Bad) -> None:
         if not self._options.skip_bad:
-            raise UserError(f"{bad.place}: {bad.reason}; mend it, or leave such out with --skip-bad")
+            raise UserError(f"{bad.place}: {bad.reason}; fix it, or leave bad records out with --skip-bad")
         counts = self.state.counts
         counts.num_bad += 1
         if len(counts.bad_places) < _NUM_PLACES:
             counts.bad_places.append(f"{bad.place}: {bad.reason}")
 
     def _put(self, encoded: Encoded, here: Position) -> None:
-        """Pack a document, or the rest of it that the last shard had no room for."""
+        """Pack a document, or the rest that did not fit into the last shard."""
         start, origin = self.state.position, (encoded.source, encoded.licence)
         document = (
             encoded.document[: self._options.seq_length] if self._options.truncate else encoded.document
@@ -215,11 +215,11 @@ def _settings(options: PrepareOptions, files: list[InputFile], encoder: Encoder)
 
 
 def _read_state(folder: Path, settings: dict[str, Any]) -> PrepareState:
-    """Where an earlier run stopped; the beginning where there was none."""
+    """The state of an earlier run, or a new one."""
     path = folder / _STATE
     if not path.is_file():
         if any(folder.iterdir()):
-            raise UserError(f"the folder {folder} holds something else already: name another with --output")
+            raise UserError(f"the folder {folder} is not empty: name another with --output")
         state = PrepareState(settings)
         _write_state(folder, state)
         return state

@@ -1,4 +1,4 @@
-"""What the target is asked to write. A sample follows from its index alone and has one of three modes.
+"""What the target is asked to write. The index of a sample decides it. It has one of three modes.
 
 questions   the target asks itself: the chat template's user prefix, continued to the end of that turn, is
             a question, which it then answers

@@ -1,4 +1,4 @@
-"""A run becomes a draft folder that decoding loads, with a model card that says how it was made."""
+"""Export a run as a draft folder for decoding, with a model card that says how it was made."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Stage:
 
 
 def export(run: Path, output: Path, dtype: str = "auto") -> Path:
-    """Write the draft of a run's newest checkpoint to `output`: whole, or not at all."""
+    """Write the draft of a run's newest checkpoint to `output`: completely or not at all."""
     from safetensors.torch import load_file, save
 
     checkpoint = newest_of(run)
@@ -82,7 +82,7 @@ def export(run: Path, output: Path, dtype: str = "auto") -> Path:
 
 
 def _stages(run: Path) -> list[Stage]:
-    """The stages that led to a run's draft, first to last, as far as they are known."""
+    """The known stages that led to a run's draft, first to last."""
     runs: list[Path] = []
     before: list[Stage] = []
     following: Path | None = run
@@ -91,7 +91,7 @@ def _stages(run: Path) -> list[Stage]:
         start = yaml.safe_load((following / CONFIG).read_text())["draft"]["path"]
         following = None if start is None else Path(start)
         if following is not None and (following / TRAINING).is_file():
-            before = _read_stages(following / TRAINING)  # an exported draft, which tells of its own stages
+            before = _read_stages(following / TRAINING)  # an exported draft, which lists its own stages
             break
         if following is not None and following.is_dir():
             following = stage_runs(following)[-1] if stage_runs(following) else None
@@ -105,7 +105,7 @@ def _read_stages(path: Path) -> list[Stage]:
         return [Stage(**stage, sources=own) for stage, own in zip(found, sources, strict=True)]
     except (yaml.YAMLError, TypeError, AttributeError, KeyError) as error:
         raise UserError(
-            f"cannot read {path}: {' '.join(str(error).split())}; remove it to go without"
+            f"cannot read {path}: {' '.join(str(error).split())}; remove it to export without it"
         ) from error
 
 
@@ -115,13 +115,13 @@ def _stage(run: Path) -> Stage:
     for folder in config["data"]["train"]:
         try:
             sources += read_info(Path(folder)).sources
-        except UserError:  # moved or removed since: the card says what is known
+        except UserError:  # moved or removed since then
             sources.append(Source(f"{folder} (no longer there)", "unknown", 0, 0))
     checkpoint = newest_of(run)
     state, metrics = read_state(checkpoint), read_metrics(run / "metrics.jsonl")
     losses = [line["loss"] for line in metrics if "loss" in line]
     taus = [line["eval_tau"] for line in metrics if "eval_tau" in line]
-    # A draft that was continued kept its own shape, whatever the settings say of one.
+    # A continued draft kept its own shape, whatever the settings say.
     shape = asdict(read_draft_config(checkpoint / "draft"))
     return Stage(
         settings=_public_settings(config, shape),
@@ -134,7 +134,7 @@ def _stage(run: Path) -> Stage:
 
 
 def _public_settings(config: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
-    """The settings without the folders of the machine, and with the draft's real shape."""
+    """The settings without this machine's folders, and with the draft's real shape."""
     kept = {name: value for name, value in config.items() if name not in _PRIVATE}
     folders, start = config["data"]["train"], config["draft"]["path"]
     kept["data"] = config["data"] | {"train": [Path(folder).name for folder in folders]}
@@ -176,7 +176,7 @@ def model_card(stages: list[Stage], draft: DraftRecord) -> str:
         shares = ", ".join(f"{share:.3f}" for share in chain)
         lines += [f"Share of rounds with the token at depth 1, 2, ... accepted, held out: {shares}.", ""]
     lines += ["## Data", "", "| source | licence | documents | tokens |", "|---|---|---|---|"]
-    # Stages may share a dataset, which counts once.
+    # A dataset that several stages use counts once.
     for source in merged(dict.fromkeys(source for stage in stages for source in stage.sources)):
         documents, tokens = f"{source.num_documents:,}", f"{source.num_tokens:,}"
         lines.append(f"| {source.name} | {source.licence} | {documents} | {tokens} |")

@@ -1,4 +1,4 @@
-"""Loss and acceptance of a run as a picture."""
+"""Draw the loss and the acceptance of a run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from longspec.train.report import METRICS, read_metrics
 
 
 def plot(run: Path, output: Path | None = None) -> Path:
-    """Draw what a run, all its stages in a row, has learnt so far; returns the picture's path."""
+    """Draw all stages of a run so far, one after the other; returns the path of the picture."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError(f"plotting needs: pip install 'longspec[train]' ({error})") from error
     runs = [(folder, read_metrics(folder / METRICS)) for folder in stage_runs(run)]
     if not any(lines for _, lines in runs):
-        raise UserError(f"{run} has no {METRICS} with figures in it: is it the folder of a run?")
+        raise UserError(f"{run} has no {METRICS} with figures: is it the folder of a run?")
     figure = Figure(figsize=(11, 4), layout="constrained")
     loss, acceptance = figure.subplots(1, 2)
     offset = 0

@@ -1,4 +1,4 @@
-"""The figures of a run: a progress bar, metrics.jsonl, and TensorBoard and wandb on request."""
+"""Where the figures of a run go: a progress bar, metrics.jsonl, and optionally TensorBoard and wandb."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METRICS = "metrics.jsonl"
 
 
 class Logger(Protocol):
-    """Somewhere to write figures."""
+    """Writes figures somewhere."""
 
     def log(self, step: int, values: Values) -> None: ...
 
@@ -61,7 +61,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights and Biases; offline it asks for no login and writes to RUN/wandb."""
+    """Weights and Biases; offline it needs no login and writes to RUN/wandb."""
 
     def __init__(self, run: Path, settings: LoggerSettings, config: Values) -> None:
         try:
@@ -96,20 +96,20 @@ def make_loggers(run: Path, settings: LoggerSettings, config: Values, first_step
 
 
 def read_metrics(path: Path) -> list[Values]:
-    """The lines of a run's metrics, without a last line that a kill cut short."""
+    """The lines of a run's metrics, without a last line that is incomplete after a kill."""
     if not path.is_file():
         return []
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, RecursionError):  # only the last line can be incomplete
-            values = json.loads(line)  # not by `records`, because the loss of a failed run is NaN
+            values = json.loads(line)  # not with `records`, because the loss of a failed run is NaN
             if isinstance(values, dict) and isinstance(values.get("step"), int):
                 lines.append(values)
     return lines
 
 
 def flat(values: Values) -> dict[str, float]:
-    """Figures by names such as acceptance/lag_2."""
+    """The figures with flat names, such as acceptance/lag_2."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -123,7 +123,7 @@ def flat(values: Values) -> dict[str, float]:
 
 @contextlib.contextmanager
 def training_bar(label: str, total: int, done: int, show: bool) -> Iterator[Any]:
-    """A bar over the steps; yields `update(step, values)`. Without a terminal a line now and then."""
+    """A progress bar over the steps; yields `update(step, values)`. Without a terminal it prints lines."""
     if not show:
         yield lambda step, values: None
         return

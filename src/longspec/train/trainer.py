@@ -75,7 +75,7 @@ def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
     if not (run / CONFIG).is_file():
         return
     if settings.resume is None:
-        raise UserError(f"{run} holds a run already: go on with resume=latest, or give another run=FOLDER")
+        raise UserError(f"{run} already has a run: continue with resume=latest, or give another run=FOLDER")
     before: Any = OmegaConf.to_container(OmegaConf.load(run / CONFIG))
     now: Any = OmegaConf.to_container(config, resolve=True)
     fixed = [name for name in now if name not in _FREE]

@@ -31,13 +31,7 @@ from longspec.models.files import eos_ids, read_config, read_generation_config
 from longspec.models.int8 import check_draft_dtype, round_linears, wants_int8
 from longspec.models.layers import pack_linears
 from longspec.models.load import load_target
-from longspec.models.placement import (
-    check_fits,
-    gigabytes,
-    memory_explained,
-    pick_device,
-    pick_dtype,
-)
+from longspec.models.placement import check_fits, gigabytes, memory_explained, pick_device, pick_dtype
 from longspec.models.target import Transformer
 from longspec.options import Options, Settings, read_options, room_for, seeds_for
 from longspec.progress import byte_bar
@@ -50,6 +44,8 @@ _WAY_OUT = (
     "shorten the prompt, lower max_new_tokens, give fewer prompts at once, or load the target in a smaller "
     "dtype or on another device"
 )
+_Drafting = tuple[GlideDraft | None, DraftHead | None, dict[str, Any]]
+"""A draft, its head and its measured acceptance."""
 _SMALLER = "free some, or take a smaller dtype, a smaller target or another device"
 
 
@@ -139,39 +135,37 @@ class LongSpec:
         methods say the same words there too, whatever runs beside; rounds take a little longer.
         """
         backend = choose_backend(attention)
-        check_draft_dtype(draft_dtype)  # told before a long load
-        target, place = name_of("target", target), pick_device(device)
-        kind = pick_dtype(dtype, place)
+        check_draft_dtype(draft_dtype)  # before a long load
+        target, device = name_of("target", target), pick_device(device)
+        dtype = pick_dtype(dtype, device)
         find = partial(hub.resolve, target, revision=revision, offline=offline, progress=progress)
-        # The config alone comes first: what cannot fit is refused before its weights are fetched.
+        # Fetch only the config first, so that a target that cannot fit is refused before its weights come.
         shape = find(config_only=True)
         entry, config = shape.entry, read_config(shape.folder, shape.config)
         limit = _pick_max_length(max_length, entry.context if entry else config.max_length)
-        wanted = name_of("draft", draft) if draft else hub.default_draft(entry)
-        check_fits(target, config, kind, place)
-        files = find()
-        folder = files.folder
-        defaults, told = _read_defaults(folder), eos_ids(folder)
+        draft_name = name_of("draft", draft) if draft else hub.default_draft(entry) or "none"
+        check_fits(target, config, dtype, device)
+        folder = find().folder
+        defaults = _read_defaults(folder)
         encoder = PromptEncoder(folder, entry.chat_template if entry else None)
-        ends = told | {encoder.tokenizer.eos_token_id, entry.eos_id if entry else None}
-        model = _load_model(target, folder, config, place, kind, progress)
+        ends = {*eos_ids(folder), encoder.tokenizer.eos_token_id, entry.eos_id if entry else None}
+        model = _load_model(target, folder, config, device, dtype, progress)
         model.attention = backend
-        drafting: tuple[GlideDraft | None, DraftHead | None] = (None, None)
-        acceptance: dict[str, Any] = {}
-        if wanted and wanted != "none":
-            path = hub.resolve_draft(wanted, offline=offline, progress=progress)
-            drafting, acceptance = _load_drafting(path, model, files.name, draft_dtype)
+        drafting: _Drafting = (None, None, {})
+        if draft_name != "none":
+            path = hub.resolve_draft(draft_name, offline=offline, progress=progress)
+            drafting = _load_drafting(path, model, target, draft_dtype)
         engine = make_engine(
-            model, *drafting, acceptance, max_length=max_length, limit=limit, max_rows=max_rows,
-            kv_memory=kv_memory, exact=exact,
+            model, *drafting, max_length=max_length, limit=limit, max_rows=max_rows, kv_memory=kv_memory,
+            exact=exact,
         )  # fmt: skip
         loaded = cls(
             engine,
             encoder,
-            files.name,
+            target,
             defaults,
-            frozenset(end for end in ends if end is not None),
-            wanted if drafting[0] else None,
+            frozenset(one for one in ends if one is not None),
+            None if draft_name == "none" else draft_name,
         )
         if calibrate:
             loaded.calibrate(progress)
@@ -368,13 +362,10 @@ def prepare_draft(
     return draft, DraftHead(target, ids, int8)
 
 
-def _load_drafting(
-    path: Path, target: Transformer, target_name: str, draft_dtype: str
-) -> tuple[tuple[GlideDraft, DraftHead], dict[str, Any]]:
-    """The draft and its head, and what is known of its acceptance."""
-    with memory_explained(f"the draft {path} beside {target_name} on {target.device}", _SMALLER):
+def _load_drafting(path: Path, target: Transformer, target_name: str, draft_dtype: str) -> _Drafting:
+    with memory_explained(f"the draft {path} next to {target_name} on {target.device}", _SMALLER):
         loaded = load_draft(path, target, target_name)
-        return prepare_draft(loaded.draft, target, draft_dtype), loaded.acceptance
+        return *prepare_draft(loaded.draft, target, draft_dtype), loaded.acceptance
 
 
 def _read_defaults(folder: Path) -> Sampling:

@@ -107,12 +107,12 @@ STUCK = """
     from pathlib import Path
     from longspec.hub import gguf_convert
     gguf_convert._SHARD_BYTES = 100_000
-    flush = gguf_convert._Shards.flush
-    def stuck(self):
-        flush(self)
+    save = gguf_convert._save_file
+    def stuck(*arguments):
+        save(*arguments)
         print("writing", flush=True)
         time.sleep(60)
-    gguf_convert._Shards.flush = stuck
+    gguf_convert._save_file = stuck
     gguf_convert.converted(Path(sys.argv[1]))
 """
 

@@ -2,6 +2,9 @@
 
 import difflib
 from dataclasses import dataclass
+from pathlib import Path
+
+import longspec
 
 DEFAULT_TARGET = "smollm2-135m"
 
@@ -33,7 +36,7 @@ class ModelEntry:
     target: str | None
     """Hub id; None for the embedded default, which comes from PyPI (see `longspec.hub.embedded`)."""
     draft: str | None
-    """Hub id; one that comes with the package (`longspec.hub.shipped`) is taken before it."""
+    """Hub id; one that comes with the package (`shipped_draft`) is taken before it."""
     context: int
     eos_id: int | None = None
     chat_template: str | None = None
@@ -70,3 +73,19 @@ def nearest(name: str) -> str | None:
     """The short name most like `name`, or None when nothing comes close."""
     matches = difflib.get_close_matches(name.lower(), MODELS, n=1, cutoff=0.5)
     return matches[0] if matches else None
+
+
+def shipped_draft(name: str) -> Path | None:
+    """The folder of the draft that comes along for the target of this short name, if one does."""
+    if name not in MODELS:
+        return None
+    # All places of the package: one that extends it may bring drafts too.
+    folders = (Path(place) / "drafts" / name for place in longspec.__path__)
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+
+
+def default_draft(entry: ModelEntry | None) -> str | None:
+    """What drafts for a target of the table unless the user says otherwise: a name for `resolve_draft`."""
+    if entry is None:
+        return None
+    return entry.name if shipped_draft(entry.name) is not None else entry.draft

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
-from longspec.hub.registry import MODELS, ModelEntry, nearest
-from longspec.hub.shipped import shipped_draft
+from longspec.hub.registry import MODELS, ModelEntry, nearest, shipped_draft
 
 
 @dataclass(frozen=True)

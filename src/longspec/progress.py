@@ -1,4 +1,4 @@
-"""Progress bars on standard error; nothing is shown where it is not a terminal."""
+"""Progress bars on standard error, if it is a terminal."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Advance = Callable[[int], None]
 
 @contextlib.contextmanager
 def byte_bar(label: str, total: int, show: bool) -> Iterator[Advance]:
-    """Show a bar of `total` bytes when `show` and standard error is a terminal; yields `advance(bytes)`."""
+    """A bar of `total` bytes, if `show` and standard error is a terminal; yields `advance(bytes)`."""
     with _advancing_bar(label, total, show, in_bytes=True) as advance:
         yield advance
 
 
 @contextlib.contextmanager
 def count_bar(label: str, total: int, show: bool = True) -> Iterator[Advance]:
-    """The same for `total` things of one kind; yields `advance(number)`."""
+    """The same for `total` items; yields `advance(number)`."""
     with _advancing_bar(label, total, show, in_bytes=False) as advance:
         yield advance
 
@@ -54,7 +54,7 @@ def rich_bar(
     keep: bool = False,
     **fields: Any,
 ) -> Iterator[Callable[..., None]]:
-    """A bar with `text` behind it, which shows `fields`; yields rich's `update` of it.
+    """A bar followed by `text`, which shows `fields`; yields rich's `update` for it.
 
     With `keep` the bar stays on the screen when it is done.
     """

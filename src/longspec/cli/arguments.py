@@ -1,4 +1,4 @@
-"""Flags that several commands share, and how they become a model and options."""
+"""Flags that several commands share, and the model and options made from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def add_target(group: argparse._ActionsContainer) -> None:
 
 
 def add_source(group: argparse._ActionsContainer) -> None:
-    """Where a target may come from."""
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
     group.add_argument("--offline", action="store_true", help="use only what is on disk")
 
@@ -49,21 +48,20 @@ def add_device(group: argparse._ActionsContainer) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which target, and how it is run."""
     group = parser.add_argument_group("model")
     add_target(group)
     group.add_argument(
         "--draft",
         metavar="DRAFT",
         help="draft folder, .pth file, hub id, or the short name of a target whose draft comes with longspec "
-        "(default: the target's own; 'none' for none)",
+        "(default: the target's own draft; 'none': no draft)",
     )
     add_device(group)
     group.add_argument(
         "--draft-dtype",
         default="auto",
         metavar="TYPE",
-        help="of the draft's weights: int8, target (as the target's), or auto: int8 on a CPU (default)",
+        help="of the draft's weights: int8, target (the target's dtype), or auto: int8 on a CPU (default)",
     )
     group.add_argument(
         "--attention",
@@ -81,7 +79,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_size_arguments(parser: argparse._ActionsContainer) -> None:
-    """How large the engine is."""
     parser.add_argument(
         "--max-rows",
         type=positive_number,
@@ -102,8 +99,7 @@ def add_size_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen and when to stop."""
-    group = parser.add_argument_group("sampling (what is not given follows the model's generation_config)")
+    group = parser.add_argument_group("sampling (defaults come from the model's generation_config)")
     group.add_argument(
         "--max-new-tokens",
         type=whole_number,
@@ -116,7 +112,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=whole_number,
         metavar="N",
-        help="of sampling: the same seed gives the same text (default: a new one)",
+        help="for sampling: the same seed gives the same text (default: a new one)",
     )
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; repeatable"
@@ -126,14 +122,13 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         dest="eos_ids",
         action="store_const",
         const=(),
-        help="go on past the model's end-of-answer tokens",
+        help="continue after the model's end-of-answer tokens",
     )
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """How the target is sped up. None of this changes what it says."""
     group = parser.add_argument_group(
-        "decoding method (changes the speed, never the words: every method says what vanilla says)"
+        "decoding method (changes only the speed: every method gives the same words as vanilla)"
     )
     described = "; ".join(f"{name}: {choice.summary}" for name, choice in choices().items())
     group.add_argument(
@@ -154,7 +149,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-calibrate",
         dest="calibrate",
         action="store_false",
-        help="auto: do not measure this machine, go by defaults",
+        help="auto: do not measure this machine, use default costs",
     )
 
 
@@ -186,7 +181,7 @@ def add_option(group: argparse._ActionsContainer, option: Option, *flags: str, *
 
 
 def add_tree_shape(parser: argparse._ActionsContainer, default: tuple[int, ...] | None = None) -> None:
-    """The flag of a tree's shape; where it may be left unsaid, whoever reads it knows the default."""
+    """The flag of a tree's shape."""
     shown = ",".join(map(str, DEFAULT_TREE))
     parser.add_argument(
         "--tree-shape",
@@ -212,7 +207,7 @@ def whole_number(text: str) -> int:
 
 
 def positive_number(text: str) -> int:
-    """A count of which there must be at least one."""
+    """A whole number of at least 1."""
     if (found := whole_number(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return found
@@ -233,7 +228,7 @@ def numbers(text: str) -> tuple[float, ...]:
 
 
 def _num_bytes(text: str) -> int:
-    """A size in bytes, or with a unit behind it."""
+    """A size in bytes, or with a unit."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if found is None or found[2] == "i" or not 0 < float(found[1]) < 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 8GB, 512MB or 1.5GiB")
@@ -247,10 +242,10 @@ def will_calibrate(arguments: argparse.Namespace) -> bool:
 
 
 def load(arguments: argparse.Namespace, calibrate: bool, max_rows: int | None = None) -> LongSpec:
-    """The model that the flags name; it is measured only where `calibrate` says that method auto will run.
+    """The model that the flags name. `calibrate` measures this machine for method auto.
 
-    `max_rows` is how many prompts the command answers at once, where no flag says otherwise: fewer rows are
-    measured and captured sooner.
+    `max_rows` is how many prompts the command answers at once, if no flag says it: fewer rows take less time
+    to measure and capture.
     """
     from longspec.api import LongSpec
 
@@ -273,7 +268,7 @@ def load(arguments: argparse.Namespace, calibrate: bool, max_rows: int | None = 
 
 
 def options(arguments: argparse.Namespace) -> Options:
-    """The options that the flags give. Checked here, so that a bad value is told before a long load."""
+    """The options from the flags, checked here so that a bad value is refused before a long load."""
     from longspec.options import Options, read_options
 
     known = {*Options.__annotations__, *all_options()}

@@ -27,8 +27,8 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         "--shares",
         type=numbers,
         metavar="S,S,...",
-        help="the same, as shares of what is answered when all are submitted at once, which is measured "
-        "first (default: 0.3,0.6,0.9)",
+        help="the same, as shares of the throughput when all requests come at once, which is measured first "
+        "(default: 0.3,0.6,0.9)",
     )
     parser.add_argument("--workload", default="builtin", metavar="NAME", help="as for bench generate")
     parser.add_argument("--data", metavar="FOLDER", help="as for bench generate")

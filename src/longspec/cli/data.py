@@ -1,4 +1,4 @@
-"""`longspec data`: make training data, and look at what was made."""
+"""`longspec data`: make training data, and look at it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from longspec.data.shards import Packed
 
 _ABOUT = """\
-Make training data, and look at what was made.
+Make training data, and look at it.
 
 longspec data prepare text.jsonl --output data     tokenise and pack text
 longspec data synthesize --output own --tokens 1M  let the target write it
-longspec data info data                            what a dataset holds, and where it is from
-longspec data show data --index 3                  a sequence for human eyes
+longspec data info data                            the figures and sources of a dataset
+longspec data show data --index 3                  a sequence as readable text
 """
 _PREPARE = """\
 Tokenise text and pack it into a dataset of sequences of one length.
 
 Inputs are JSONL files (plain, .gz, .xz, .zst), parquet files, folders of them, and folders that Hugging Face
-datasets wrote with save_to_disk. They are streamed. A run that was stopped goes on where it was when the same
-command is given again.
+datasets wrote with save_to_disk. They are streamed. To continue a run that was stopped, give the same command
+again.
 
 plain text, one {"text": ...} per line, cut into sequences of 1024 tokens:
   longspec data prepare books.jsonl.xz --output data/base --licence "public domain"
@@ -64,7 +64,7 @@ packing: stream (documents joined, cut at sequence ends), whole (documents stay 
   single (one document per sequence)
 """
 _INFO = """\
-Show what a dataset holds: sequences, tokens, padding, roles, and where the text is from.
+Show the figures of a dataset: sequences, tokens, padding, roles, and where the text is from.
 
 longspec data info data/base
 """
@@ -239,7 +239,7 @@ def _show_one(index: int, one: Packed, tokenizer: Any, colour: bool) -> None:
             print(_paint(label, _COLOURS[name], colour))
             continue
         print(_paint(label, "2", colour))
-        # What a tokenizer decodes can hold escape sequences; those are shown, not obeyed.
+        # Decoded text can have escape sequences; the terminal must show them, not obey them.
         print(_paint(printable(tokenizer.decode(span.tokens)), _COLOURS[name], colour))
 
 

@@ -1,4 +1,4 @@
-"""`longspec`: the parser, and what happens when something goes wrong."""
+"""`longspec`: the parser, and how errors are shown."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from longspec.cli.command import Command, Parser, add_commands, add_debug
 from longspec.cli.terminal import one_line, open_streams
 
 _DESCRIPTION = """\
-Lossless speculative decoding for long contexts: Llama and Qwen models answer faster and say the same.
+Lossless speculative decoding for long contexts: Llama and Qwen models answer faster, with the same words.
 
-  longspec generate "Why is the sky blue?"      answer once, with the model that comes along
+  longspec generate "Why is the sky blue?"      answer once, with the default model
   longspec chat                                 talk to it
   longspec serve                                answer over HTTP, with a page to try it
   longspec models                               models that have a short name
-  longspec info qwq                             how large a model is, and what memory decoding takes
+  longspec info qwq                             the size of a model, and the memory that decoding needs
   longspec data prepare text.jsonl -o data      tokenise text to train a draft on
 
 Shell completion: longspec completion bash > ~/.local/share/bash-completion/completions/longspec
@@ -52,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader left (`| head`): not an error, and nothing more can be said on stdout.
+        # The reader has ended (`| head`). This is not an error, but nothing more can be printed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
-            error.filename = "standard output"  # whoever writes a file names it
+            error.filename = "standard output"  # errors about files have a name
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if arguments.debug or not _is_for_users(error):
             raise
@@ -112,12 +112,12 @@ def _print_completion(arguments: argparse.Namespace) -> int:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """One line, as for an error, without the place in the code."""
+    """One line, as for an error, without the line of code."""
     print(f"longspec: warning: {one_line(str(message))}", file=sys.stderr)
 
 
 def _is_for_users(error: BaseException) -> bool:
-    """A plain ValueError is a bug of ours and keeps its traceback; the rest the user can act on."""
+    """A plain ValueError is a bug of ours and keeps its traceback; the user can act on the others."""
     from longspec.errors import UserError
 
     return isinstance(error, (UserError, OSError, MemoryError))

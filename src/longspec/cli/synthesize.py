@@ -1,15 +1,15 @@
-"""Let the target write training data for its draft: no dataset is needed.
+"""Let the target write training data for its draft, without a dataset.
 
-From the chat template's user prefix the target samples a question, then it answers it. It can also answer
-prompts of yours, or continue documents, or do all of it by shares. Loops and near-duplicates are dropped.
+The target continues the chat template's user prefix to a question, then answers it. It can also answer your
+prompts, continue documents, or do all of these by shares. Loops and near-duplicates are dropped.
 
 longspec data synthesize --output data/own --tokens 10M
 longspec data synthesize --output data/own --tokens 2M --prefixes topics.txt --temperatures 0,0.7
 longspec data synthesize --output data/mix --tokens 10M --mode questions:0.6,prompts:0.2,documents:0.2 \\
     --prompts prompts.jsonl --documents books.jsonl
 
-Stopped, even by kill -9, it goes on when the same command is run again, and the result is the same bytes: a
-sample is decided by the seed and its number, on the same kind of device with the same batch.
+After a stop, even by kill -9, run the same command again to continue. The result has the same bytes, because
+the seed and the number of a sample decide it, on the same kind of device with the same batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=_amount,
         metavar="N",
-        help="at least so many, prompts included, such as 500k or 10M",
+        help="how many at least, with prompts, such as 500k or 10M",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the summary")
     group = parser.add_argument_group("what is written")

@@ -1,4 +1,4 @@
-"""Where models come from: short names, hub ids, local folders, `.gguf` files, the embedded default."""
+"""Find models: by short name, hub id, local folder or `.gguf` file, and the embedded default."""
 
 from longspec.hub.cache import cache_dir
 from longspec.hub.registry import (

@@ -1,8 +1,8 @@
 """Convert a `.gguf` file, once, into a folder in the Hugging Face layout.
 
-Weights keep the file's own type where all its matrices are F32, F16 or BF16. Quantised weights are
-expanded to float32 when that takes at most 8 GB, so that nothing more is lost, and to bfloat16
-above. Vectors (norms, biases) stay float32. Memory is bounded by one shard of 2 GB.
+Weights keep the file's type if all its matrices are F32, F16 or BF16. Quantised weights are expanded to
+float32 if that takes at most 8 GB, so that nothing more is lost; otherwise to bfloat16. Vectors (norms,
+biases) are float32. Memory is limited to one shard of 2 GB.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _CHUNK_ELEMENTS = 1 << 24  # dequantised at a time: 64 MB of float32
 
 
 def converted(path: Path, *, progress: bool = True) -> Path:
-    """The folder a `.gguf` file converts to, made on first use and kept in the cache."""
+    """The folder with the converted `.gguf` file, made at first use and kept in the cache."""
     path = path.absolute()
     try:
         stat = path.stat()
@@ -46,13 +46,13 @@ def converted(path: Path, *, progress: bool = True) -> Path:
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
-    """What config.json will say of the model's shape once the file is converted; reads the header alone."""
+    """The model's shape as config.json will have it; reads only the header."""
     meta, config, _ = _read(path)
     return {"model_type": meta.arch} | config
 
 
 def convert(path: Path, folder: Path, *, progress: bool = True) -> dict[str, Any]:
-    """Write config, tokenizer and weights of a GGUF file into `folder`; returns where they come from."""
+    """Write config, tokenizer and weights of a GGUF file into `folder`; returns their origin."""
     meta, config, plan = _read(path)
     header = meta.header
     dtype = _storage_type(header, plan)
@@ -72,7 +72,7 @@ def convert(path: Path, folder: Path, *, progress: bool = True) -> dict[str, Any
 
 
 def _read(path: Path) -> tuple[Metadata, dict[str, Any], list[Weight]]:
-    """The header, checked: metadata, config, and the weights the file must hold."""
+    """Read and check the header: metadata, config and weights."""
     meta = Metadata(read_header(path))
     if meta.integer("split.count", 1, low=0) > 1:
         raise meta.refuse("split GGUF files; join the parts first (llama-gguf-split --merge)")
@@ -94,7 +94,7 @@ def _num_bytes(weight: Weight, dtype: str) -> int:
 
 
 def _storage_type(header: GGUFHeader, plan: list[Weight]) -> str:
-    """The type matrices are stored in, as the module's docstring says."""
+    """The dtype of the matrices, as the module's docstring says."""
     kinds = {header.tensors[weight.gguf_name].type_name for weight in plan if len(weight.shape) == 2}
     if len(kinds) == 1 and (kind := kinds.pop()) in _PLAIN:
         return _PLAIN[kind]
@@ -110,9 +110,9 @@ def _save_config(meta: Metadata, config: dict[str, Any], dtype: str, folder: Pat
         family = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[meta.arch]
         family(**config, **ids, dtype=dtype).save_pretrained(folder)
         GenerationConfig(**ids).save_pretrained(folder)
-    except (ValueError, TypeError, KeyError) as error:  # the libraries' own checks of odd values
+    except (ValueError, TypeError, KeyError) as error:  # the library's own checks of the values
         reason = shortened(str(error) or type(error).__name__)
-        raise UserError(f"{meta.header.path}: its metadata makes no model ({reason})") from error
+        raise UserError(f"{meta.header.path}: its metadata does not describe a model ({reason})") from error
 
 
 def _map(path: Path) -> "np.ndarray[Any, np.dtype[np.uint8]]":
@@ -126,7 +126,7 @@ def _rope_freqs(header: GGUFHeader) -> list[float] | None:
     if info is None:
         return None
     if info.type_name != "F32" or len(info.shape) != 1 or info.shape[0] > 1 << 16:
-        raise damaged(header.path, f"tensor {ROPE_FREQS!r} is no float32 vector")
+        raise damaged(header.path, f"tensor {ROPE_FREQS!r} is not a float32 vector")
     values: list[float] = _dequantised(_map(header.path), info, "float32").tolist()
     return values
 
@@ -137,7 +137,7 @@ def _tensors(header: GGUFHeader, plan: list[Weight], dtype: str) -> "Iterator[tu
         info = header.tensors[weight.gguf_name]
         tensor = _dequantised(data, info, dtype if len(weight.shape) == 2 else "float32")
         if not all(bool(extreme.isfinite()) for extreme in tensor.aminmax()):
-            raise damaged(header.path, f"tensor {info.name!r} holds values that are not finite")
+            raise damaged(header.path, f"tensor {info.name!r} has values that are not finite")
         if weight.num_heads:
             rows, columns = weight.shape
             pairs = tensor.view(weight.num_heads, rows // weight.num_heads // 2, 2, columns)
@@ -146,7 +146,7 @@ def _tensors(header: GGUFHeader, plan: list[Weight], dtype: str) -> "Iterator[tu
 
 
 def _dequantised(data: "np.ndarray[Any, np.dtype[np.uint8]]", info: TensorInfo, dtype: str) -> "torch.Tensor":
-    """One tensor in the wanted type, expanded some rows at a time so that float32 never exists in whole."""
+    """One tensor in the wanted dtype, expanded some rows at a time, so that all of it is never in float32."""
     import numpy as np
     import torch
     from gguf.constants import GGMLQuantizationType
@@ -157,7 +157,7 @@ def _dequantised(data: "np.ndarray[Any, np.dtype[np.uint8]]", info: TensorInfo, 
     raw = data[info.offset : info.offset + info.num_bytes].reshape(num_rows, -1)
     flat = out.view(num_rows, -1)
     step = max(1, _CHUNK_ELEMENTS // flat.shape[1])
-    with np.errstate(all="ignore"):  # damaged scales overflow; the caller looks for what is not finite
+    with np.errstate(all="ignore"):  # damaged scales overflow; the caller checks for finite values
         for start in range(0, num_rows, step):
             rows = dequantize(raw[start : start + step], GGMLQuantizationType[info.type_name])
             flat[start : start + step] = torch.from_numpy(np.array(rows, dtype=np.float32))

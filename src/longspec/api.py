@@ -148,7 +148,7 @@ class LongSpec:
         folder = find().folder
         defaults = _read_defaults(folder)
         encoder = PromptEncoder(folder, entry.chat_template if entry else None)
-        ends = {*eos_ids(folder), encoder.tokenizer.eos_token_id, entry.eos_id if entry else None}
+        answer_ends = _find_eos_ids(folder, encoder, entry)
         model = _load_model(target, folder, config, device, dtype, progress)
         model.attention = backend
         drafting: _Drafting = (None, None, {})
@@ -159,14 +159,8 @@ class LongSpec:
             model, *drafting, max_length=max_length, limit=limit, max_rows=max_rows, kv_memory=kv_memory,
             exact=exact,
         )  # fmt: skip
-        loaded = cls(
-            engine,
-            encoder,
-            target,
-            defaults,
-            frozenset(one for one in ends if one is not None),
-            None if draft_name == "none" else draft_name,
-        )
+        used_draft = None if draft_name == "none" else draft_name
+        loaded = cls(engine, encoder, target, defaults, answer_ends, used_draft)
         if calibrate:
             loaded.calibrate(progress)
         else:
@@ -369,6 +363,12 @@ def _read_defaults(folder: Path) -> Sampling:
     values = read_generation_config(folder)
     with naming(folder / "generation_config.json"):
         return Sampling.from_generation_config(values)
+
+
+def _find_eos_ids(folder: Path, encoder: PromptEncoder, entry: hub.ModelEntry | None) -> frozenset[int]:
+    """The tokens that end an answer, from the model's files, its tokenizer and our table."""
+    found = {*eos_ids(folder), encoder.tokenizer.eos_token_id, entry.eos_id if entry else None}
+    return frozenset(one for one in found if one is not None)
 
 
 def _pick_max_length(wanted: int | None, limit: int) -> int:

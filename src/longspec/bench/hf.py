@@ -85,7 +85,7 @@ class Transformers:
 class _Static(Transformers):
     """Static cache and compiled decoding steps.
 
-    A step takes longer with a longer cache, and each length is compiled anew. So lengths are rounded up, by a
+    A step takes longer with a longer cache, and each length is compiled separately. So lengths are rounded up, by a
     quarter at most, and a new length is compiled before anything is timed.
     """
 

@@ -43,7 +43,7 @@ def bench(
 ) -> list[Figures]:
     """Measure into `output`, or resume the run that is there; write summary.json, report.md and plots.
 
-    `others` are measured beside our methods. `bar` takes the number of rows and returns a function that is
+    `others` are measured together with our methods. `bar` takes the number of rows and returns a function that is
     called with the number of rows that have just finished.
     """
     chosen = [fitting(one.first(setting.limit), model, setting.max_new_tokens) for one in workloads]

@@ -162,7 +162,7 @@ def _info(arguments: argparse.Namespace) -> int:
     info = found.info
     print(f"{printable(arguments.folder)}: {info.num_sequences:,} sequences of {info.seq_length:,} tokens")
     print(f"  tokens      {info.num_tokens:,}, {found.num_different:,} different of {info.vocab_size:,}")
-    print(f"  documents   {found.num_documents:,}, counted anew in each sequence")
+    print(f"  documents   {found.num_documents:,}, counted again in each sequence")
     shares = ", ".join(f"{name} {share:.1%}" for name, share in found.role_shares.items() if share)
     print(f"  roles       {shares}")
     print(f"  shards      {info.num_shards}")

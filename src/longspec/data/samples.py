@@ -76,7 +76,7 @@ class Sample:
         self.roles += [int(role)] * len(tokens)
 
 
-# One object for each temperature: checking them anew takes longer than the rest of a sequence.
+# One object for each temperature: to check one again takes longer than the rest of a sequence.
 _sampling = cache(Sampling)
 FILES = {"prompts": read_prompt, "documents": read_document}
 

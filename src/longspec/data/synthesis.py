@@ -253,7 +253,7 @@ def _write(
         asked = {script.sequence(sample): sample for sample in order}
         ahead, at_once = (_AHEAD, AT_ONCE) if engine.models.fused else (1, 1)
         written = engine.run_each(asked, ahead)
-        # In a thread, because tokenizer and template work elsewhere while the engine goes on.
+        # In a thread, so that template and tokenizer run while the engine continues.
         with ThreadPoolExecutor(1) as taker:
             taken = [taker.submit(take, few) for few in _in_lists(written, at_once)]
         for one in taken:
@@ -266,7 +266,7 @@ def _write(
 
 
 def _in_lists(values: Iterable[T], size: int) -> Iterator[list[T]]:
-    """The values in order, so many at a time."""
+    """The values in order, `size` at a time."""
     left = iter(values)
     while few := list(islice(left, size)):
         yield few

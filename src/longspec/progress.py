@@ -11,17 +11,18 @@ Advance = Callable[[int], None]
 
 
 @contextlib.contextmanager
-def byte_bar(label: str, total: int, show: bool) -> Iterator[Advance]:
-    """A bar of `total` bytes, if `show` and standard error is a terminal; yields `advance(bytes)`."""
-    with _advancing_bar(label, total, show, in_bytes=True) as advance:
-        yield advance
+def count_bar(label: str, total: int, show: bool = True, in_bytes: bool = False) -> Iterator[Advance]:
+    """A bar of `total` items, if `show` and standard error is a terminal; yields `advance(number)`."""
+    if not (show and sys.stderr.isatty()):
+        yield lambda number: None
+        return
+    with rich_bar(label, total, in_bytes=in_bytes) as update:
+        yield lambda number: update(advance=number)
 
 
-@contextlib.contextmanager
-def count_bar(label: str, total: int, show: bool = True) -> Iterator[Advance]:
-    """The same for `total` items; yields `advance(number)`."""
-    with _advancing_bar(label, total, show, in_bytes=False) as advance:
-        yield advance
+def byte_bar(label: str, total: int, show: bool) -> contextlib.AbstractContextManager[Advance]:
+    """The same for `total` bytes."""
+    return count_bar(label, total, show, in_bytes=True)
 
 
 @contextlib.contextmanager
@@ -32,15 +33,6 @@ def token_bar(label: str, total: int, show: bool = True) -> Iterator[Callable[[i
         return
     with rich_bar(label, total, "{task.fields[speed]:,.0f} tokens/s", speed=0.0) as update:
         yield lambda done, speed: update(completed=done, speed=speed)
-
-
-@contextlib.contextmanager
-def _advancing_bar(label: str, total: int, show: bool, in_bytes: bool) -> Iterator[Advance]:
-    if not (show and sys.stderr.isatty()):
-        yield lambda number: None
-        return
-    with rich_bar(label, total, in_bytes=in_bytes) as update:
-        yield lambda number: update(advance=number)
 
 
 @contextlib.contextmanager

@@ -85,8 +85,8 @@ class Transformers:
 class _Static(Transformers):
     """Static cache and compiled decoding steps.
 
-    A step takes longer with a longer cache, and each length is compiled separately. So lengths are rounded up, by a
-    quarter at most, and a new length is compiled before anything is timed.
+    A step takes longer with a longer cache, and each length is compiled separately. So lengths are rounded
+    up, by at most a quarter, and a new length is compiled before anything is timed.
     """
 
     def __init__(self, theirs: Any, model: LongSpec) -> None:

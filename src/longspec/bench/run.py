@@ -43,8 +43,8 @@ def bench(
 ) -> list[Figures]:
     """Measure into `output`, or resume the run that is there; write summary.json, report.md and plots.
 
-    `others` are measured together with our methods. `bar` takes the number of rows and returns a function that is
-    called with the number of rows that have just finished.
+    `others` are measured together with our methods. `bar` takes the number of rows and returns a function
+    that is called with the number of rows that have just finished.
     """
     chosen = [fitting(one.first(setting.limit), model, setting.max_new_tokens) for one in workloads]
     runners: list[Runner] = [OurMethod(model, label) for label in setting.labels]

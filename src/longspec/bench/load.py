@@ -102,7 +102,7 @@ def measure_load(
     num_prompts = min(len(prompts), setting.requests)
     run = LoadRun(command_line(), setting, workload.name, num_prompts, environment(model), [])
     _warm_up(model, asked, setting, bar)
-    rates: list[tuple[float, float | None]] = [(rate, None) for rate in setting.rates]
+    rates: list[tuple[float, float | None]] = [(rate, None) for rate in setting.rates or ()]
     if setting.shares:
         with bar("all at once", setting.requests) as advance:
             whole = _send(model, asked, setting, None, None, advance)

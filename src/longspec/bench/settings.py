@@ -45,10 +45,15 @@ class LoadSetting:
     """What is sent to the engine."""
 
     requests: int = option(64, "at each rate; prompts are repeated as often as it takes", least=1)
-    rates: tuple[float, ...] = ()
-    """Requests per second."""
-    shares: tuple[float, ...] = ()
-    """The same, as shares of what the engine answers when all are submitted at once."""
+    rates: tuple[float, ...] | None = option(
+        None, "requests per second, one after the other", metavar="R,R,..."
+    )
+    shares: tuple[float, ...] | None = option(
+        None,
+        "the same, as shares of the throughput when all requests come at once, which is measured first "
+        "(default: 0.3,0.6,0.9)",
+        metavar="S,S,...",
+    )
     max_new_tokens: int = option(64, "longest answer", least=1)
     method: str = option("auto", "as one of bench generate's --methods")
     temperature: float = option(0.0, "0 is greedy", least=0)
@@ -57,11 +62,13 @@ class LoadSetting:
     def __post_init__(self) -> None:
         check_options(self)
         read_label(self.method)
-        if bool(self.rates) == bool(self.shares):
+        if self.rates and self.shares:
             raise UserError("give rates, or shares of the throughput, and not both")
-        for name in ("rates", "shares"):
-            if not all(0 < one < float("inf") for one in getattr(self, name)):
-                raise UserError(f"{name} are {list(getattr(self, name))}; each must be above 0")
+        if not self.rates and not self.shares:
+            object.__setattr__(self, "shares", (0.3, 0.6, 0.9))
+        for name, values in (("rates", self.rates), ("shares", self.shares)):
+            if not all(one > 0 for one in values or ()):
+                raise UserError(f"{name} are {list(values or ())}; each must be above 0")
 
     @property
     def uses_auto(self) -> bool:

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from longspec.config import DEFAULT_TREE
 from longspec.decoding.methods import Auto
 from longspec.decoding.methods.registry import all_options, choices
 from longspec.decoding.sampling import Sampling
@@ -180,18 +179,6 @@ def add_option(group: argparse._ActionsContainer, option: Option, *flags: str, *
     group.add_argument(*(flags or (f"--{option.name.replace('_', '-')}",)), **(settings | changes))
 
 
-def add_tree_shape(parser: argparse._ActionsContainer, default: tuple[int, ...] | None = None) -> None:
-    """The flag of a tree's shape."""
-    shown = ",".join(map(str, DEFAULT_TREE))
-    parser.add_argument(
-        "--tree-shape",
-        type=whole_numbers,
-        default=default,
-        metavar="N,N,...",
-        help=f"nodes per depth of the tree ({shown})",
-    )
-
-
 def whole_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",")) if text.strip() else ()
@@ -218,13 +205,6 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 0,0.7,1.0") from None
 
 
 def _num_bytes(text: str) -> int:

@@ -22,6 +22,7 @@ from longspec.cli.arguments import (
 from longspec.cli.bench_load import LOAD
 from longspec.cli.command import Command, add_commands
 from longspec.cli.terminal import printable
+from longspec.decoding.methods import Seq
 from longspec.decoding.methods.registry import choices, choose_method, find
 from longspec.option import options_of
 
@@ -117,9 +118,7 @@ def _add_aime(parser: argparse.ArgumentParser) -> None:
 def _add_published(parser: argparse.ArgumentParser, model: str, max_gen_len: int) -> None:
     parser.add_argument("--data_path_prefix", metavar="FOLDER", help="has the data (default: from the hub)")
     parser.add_argument("--method", default="tree", help="compared with vanilla (%(default)s)")
-    parser.add_argument(
-        "--gamma", type=whole_number, default=4, metavar="N", help="chain length (%(default)s)"
-    )
+    add_options(parser, Seq, "gamma")
     parser.add_argument(
         "--tree_shape",
         type=whole_number,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longspec.bench.settings import LoadSetting
-from longspec.cli.arguments import add_model_arguments, add_options, load, numbers
+from longspec.cli.arguments import add_model_arguments, add_options, load
 from longspec.cli.command import Command
 from longspec.cli.terminal import printable
 from longspec.option import options_of
@@ -19,17 +19,7 @@ if TYPE_CHECKING:
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
-    rates = parser.add_mutually_exclusive_group()
-    rates.add_argument(
-        "--rates", type=numbers, metavar="R,R,...", help="requests per second, one after the other"
-    )
-    rates.add_argument(
-        "--shares",
-        type=numbers,
-        metavar="S,S,...",
-        help="the same, as shares of the throughput when all requests come at once, which is measured first "
-        "(default: 0.3,0.6,0.9)",
-    )
+    add_options(parser.add_mutually_exclusive_group(), LoadSetting, "rates", "shares")
     parser.add_argument("--workload", default="builtin", metavar="NAME", help="as for bench generate")
     parser.add_argument("--data", metavar="FOLDER", help="as for bench generate")
     add_options(parser, LoadSetting, "requests", "max_new_tokens", "method", "temperature", "seed")
@@ -46,12 +36,7 @@ def _load(arguments: argparse.Namespace) -> int:
     from longspec.progress import count_bar
 
     check_name(arguments.workload)
-    shares = () if arguments.rates else arguments.shares or (0.3, 0.6, 0.9)
-    setting = LoadSetting(
-        rates=tuple(dict.fromkeys(arguments.rates or ())),
-        shares=tuple(dict.fromkeys(shares)),
-        **{name: getattr(arguments, name) for name in options_of(LoadSetting)},
-    )
+    setting = LoadSetting(**{name: getattr(arguments, name) for name in options_of(LoadSetting)})
     model = load(arguments, calibrate=setting.uses_auto)
     data = Path(arguments.data) if arguments.data else None
     workload = fitting(load_workload(arguments.workload, model, data), model, setting.max_new_tokens)

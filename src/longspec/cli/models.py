@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from longspec.cli.arguments import (
     add_device,
+    add_options,
     add_size_arguments,
     add_source,
-    add_tree_shape,
     positive_number,
 )
 from longspec.cli.command import Command
 from longspec.cli.terminal import printable
-from longspec.config import DEFAULT_TREE
+from longspec.decoding.methods import Tree
 from longspec.hub.registry import DEFAULT_TARGET
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
         help="as for generate (default: the draft of this target that comes with longspec, or else one with "
         "the published architecture; 'none': no draft)",
     )
-    add_tree_shape(parser)
+    add_options(parser, Tree, "tree_shape")
     add_size_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -104,7 +104,6 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
-    from longspec.decoding.methods import Tree
     from longspec.engine.memory import page_size, plan_decoding, size_engine
     from longspec.errors import UserError
     from longspec.hub import resolve
@@ -121,8 +120,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     context, batch = arguments.context or limit, arguments.batch
     if context > limit:
         raise UserError(f"--context is {context}; the target's limit is {limit} tokens")
-    shape = DEFAULT_TREE if arguments.tree_shape is None else arguments.tree_shape
-    Tree(shape)  # refuses what is wrong
+    shape = Tree(arguments.tree_shape).tree_shape  # refuses a bad one
     draft_name, draft = _draft(arguments, files.entry)
     budget = plan_decoding(config, draft, context, batch, shape, dtype, device)
     per_token = config.kv_bytes_per_token(dtype.itemsize)

@@ -1,8 +1,8 @@
 # A server in a container, for the CPU or for CUDA:
 #   docker build -t longspec .
 #   docker build -t longspec:cuda --build-arg TORCH=cuda .
-#   docker run -p 127.0.0.1:8000:8000 -v longspec-models:/models longspec
-#   docker run --gpus all -p 127.0.0.1:8000:8000 -v longspec-models:/models longspec:cuda --target qwq
+#   docker run --init -p 127.0.0.1:8000:8000 -v longspec-models:/models longspec
+#   docker run --init --gpus all -p 127.0.0.1:8000:8000 -v longspec-models:/models longspec:cuda --target qwq
 FROM python:3.12-slim
 
 # "cpu" is 200 MB of torch; "cuda" brings the CUDA libraries from PyPI, so that the host needs only its driver.

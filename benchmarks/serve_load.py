@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,8 @@ PROMPTS = (
     "Write a short letter to a landlord about a broken heater.",
     "What are the differences between a list and a tuple in Python?",
 )
+TEXT_EVENT = re.compile(rb'"content": ?"[^"]')
+"""What an event that brings text looks like."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +85,15 @@ async def ask(client: httpx.AsyncClient, setting: Setting, number: int, prompt: 
         body["model"] = setting.model
     if setting.stream:
         body["stream_options"] = {"include_usage": True}
-    begun, times, last = time.monotonic(), [], b""
+    begun, last = time.monotonic(), b""
+    times: list[float] = []
     try:
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             if answer.status_code != 200:
                 raise RuntimeError(f"{answer.status_code}: {(await answer.aread())[:200]!r}")
             async for part in answer.aiter_raw():
-                # The first event of a stream names the role and holds no token.
-                if not setting.stream or last or b'"content":""' not in part:
+                # The first event of a stream names the role; what follows may come with it.
+                if not setting.stream or times or TEXT_EVENT.search(part):
                     times.append(time.monotonic())
                 last = (last + part)[-8192:] if setting.stream else last + part
     except (httpx.HTTPError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""The only reader of JSON files. It checks the content against a type before anything uses it.
+"""The only reader of JSON and YAML files. It checks the content against a type before anything uses it.
 
 The caller gives the type: a dataclass, a `TypedDict`, or `dict[str, Any]` if the values are checked later. If
 the content does not fit, the error is one line that names the file, the field and the value.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # No file that we read is larger. Values take up to 24 times the bytes of their text, so this limits memory.
 MOST_BYTES = 32 * 2**20
+# No settings file has this many bytes, or this many values when aliases repeat them.
+MOST_YAML = 256 * 2**10
 # Larger numbers overflow float32, and no size, count or rate is that large.
 MOST = 1e38
 
@@ -35,13 +38,48 @@ class ShardIndex:
 
 def read_record(path: Path, shape: type[T]) -> T:
     """The JSON in a file, as this type."""
+    return parse_record(read_bytes(path, MOST_BYTES), shape, f"cannot read {path}")
+
+
+def read_yaml(path: Path, shape: type[T]) -> list[T]:
+    """The documents in a YAML file, as this type."""
+    import yaml
+
+    source, data = f"cannot read {path}", read_bytes(path, MOST_YAML)
+    if len(data) > MOST_YAML:
+        raise UserError(
+            f"{source}: it has more than {MOST_YAML // 1024} KiB, which is too large for settings"
+        )
     try:
-        with open(path, "rb") as file:
-            data = file.read(MOST_BYTES + 1)
+        documents = list(yaml.safe_load_all(data))
+        if _size(documents, MOST_YAML) > MOST_YAML:
+            raise UserError(f"{source}: its aliases name too much too often")
+        texts = [json.dumps(one) for one in documents]
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # dates, and what holds itself
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{source}: {shown(' '.join(str(error).split()), quoted=False)}") from error
+    return [parse_record(text.encode(), shape, source) for text in texts]
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """A file, up to one byte more than `most`. A pipe without a writer is empty."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            return file.read(most + 1)
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise UserError(f"cannot read {path}: {reason}") from error
-    return parse_record(data, shape, f"cannot read {path}")
+
+
+def _size(value: Any, most: int) -> int:
+    """How many values there are in a value, as far as they are not more than `most`."""
+    size, inside = 1, value.values() if isinstance(value, dict) else value
+    for inner in inside if isinstance(value, dict | list) else ():
+        size += _size(inner, most - size)
+        if size > most:
+            break
+    return size
 
 
 def parse_record(data: bytes, shape: type[T], source: object) -> T:

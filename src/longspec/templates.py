@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -51,12 +52,14 @@ def start_early() -> None:
 @functools.cache
 def _process(owner: int) -> _TemplateProcess:
     """One for each of our processes: a forked process must not use the pipe of its parent."""
-    return _TemplateProcess()
+    made = _TemplateProcess()
+    atexit.register(made.stop)
+    return made
 
 
 class _TemplateProcess:
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._owner = threading.Lock(), os.getpid()
         self._child = self._start()
 
     @staticmethod
@@ -67,6 +70,13 @@ class _TemplateProcess:
         # In its own session, so that Ctrl-C reaches only this program.
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, start_new_session=True)
 
+    def stop(self) -> int | None:
+        """End it; returns its exit code."""
+        if os.getpid() == self._owner:
+            with contextlib.suppress(BrokenPipeError), self._child:  # which closes its pipes and waits
+                self._child.kill()
+        return self._child.returncode
+
     def render(
         self, template: str, values: dict[str, Any], conversations: list[list[dict[str, Any]]]
     ) -> list[str]:
@@ -74,13 +84,13 @@ class _TemplateProcess:
         data = json.dumps(request).encode()
         with self._lock:
             if self._child.poll() is not None:  # ended from outside
+                self.stop()
                 self._child = self._start()
             try:
                 answer = self._ask(data)
             except BaseException as error:
                 # After Ctrl-C, too: a late answer must not be taken for the next one.
-                self._child.kill()
-                code = self._child.wait()
+                code = self.stop()
                 self._child = self._start()
                 if not isinstance(error, OSError | EOFError):
                     raise
@@ -107,7 +117,7 @@ def _exactly(stream: IO[bytes], count: int) -> bytes:
     return data
 
 
-def _reason(code: int) -> str:
+def _reason(code: int | None) -> str:
     if code in (-signal.SIGPROF, -signal.SIGALRM):
         return "it computes for too long"
     return f"it ended the process that renders it (exit code {code})"

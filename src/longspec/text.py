@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -20,7 +21,12 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
+        # In a stream the wrapper of transformers takes longer than the decoding itself.
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        options = {"skip_special_tokens": True}
+        if backend is None:
+            backend, options = tokenizer, options | {"clean_up_tokenization_spaces": False}
+        self._decode: Callable[[list[int]], str] = partial(backend.decode, **options)
         self._stop = tuple(stop)
         self._tokens: list[int] = []
         self._context = 0
@@ -81,14 +87,11 @@ class TextStream:
         new, self._given = certain[self._given :], max(self._given, len(certain))
         if not unfinished:
             # Special tokens have no text, so they are no context: keep tokens that have some.
-            if self._decode(self._tokens[self._settled :]):
+            newest = self._decode(self._tokens[self._settled :])
+            if newest:
                 self._context = self._settled
-            self._settled = len(self._tokens)
-            self._given = len(self._decode(self._tokens[self._context :]))
+            self._settled, self._given = len(self._tokens), len(newest or window)
         return new
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _give(self, new: str, final: bool) -> str:
         self._held += new

@@ -141,7 +141,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> dict[P
         cache / "longspec.json": lambda: is_complete(cache),
         checkpoint / "state.json": lambda: checkpoints.progress_of(root / "train"),
         root / "train" / "stages.json": lambda: checkpoints.stage_runs(root / "train"),
-        held_out: lambda: evaluate.load_continuations(held_out),
+        held_out: lambda: evaluate.load_continuations(held_out, 100),
     }
 
 
@@ -170,13 +170,21 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def fuzz(files: dict[Path, Reader], num_changes: int, seed: int) -> None:
+Damage = Callable[[bytes, random.Random], bytes]
+
+
+def fuzz(
+    files: dict[Path, Reader],
+    num_changes: int,
+    seed: int,
+    damage_of: Callable[[Path], Damage] = lambda path: damage,
+) -> None:
     before = peak_memory()
     rng, refused = random.Random(seed), 0
     for path, read in files.items():
         good = path.read_bytes()
         for _ in range(num_changes // len(files) + 1):
-            data = damage(good, rng)
+            data = damage_of(path)(good, rng)
             try:
                 refused += not outcome(path, data, read)
             except Exception as error:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from longspec import LongSpec
 from longspec.errors import UserError
 from longspec.models.files import write_whole
+from tests.cli.run import exit_code
 
 LONGSPEC = [sys.executable, "-m", "longspec"]
 
@@ -24,6 +25,60 @@ def test_a_full_disk_behind_standard_output_is_named() -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "No space left on device: 'standard output'" in done.stderr
+
+
+def test_a_full_disk_behind_standard_error_leaves_the_exit_code() -> None:
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([*LONGSPEC, "info", "/nowhere"], stderr=full).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("info", "PIPE.gguf"), "PIPE.gguf is neither a model folder nor a .gguf file"),
+        (("data", "info", "DATASET"), "the dataset DATASET is not finished"),
+        (
+            ("data", "synthesize", "--output", "out", "--tokens", "9", "--prefixes", "/dev/zero"),
+            "more than 32 MiB",
+        ),
+        (
+            (
+                "data",
+                "synthesize",
+                "--output",
+                "out",
+                "--tokens",
+                "9",
+                "--mode",
+                "prompts",
+                "--prompts",
+                "/dev/zero",
+            ),
+            "/dev/zero, line 1: it has more than 32 MiB",
+        ),
+        (("serve", "--port", "99999"), "port 99999; it must lie between 0 and 65535"),
+        (("plot", "RUN", "--output", "/nowhere/plot.png"), "No such file or directory: '/nowhere/plot.png'"),
+    ],
+)
+def test_odd_files_and_numbers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: tuple[str, ...],
+    said: str,
+) -> None:
+    """Pipes that nobody writes to, lines without end, a port that is none."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("PIPE.gguf", "DATASET/dataset.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(name)
+    (tmp_path / "RUN").mkdir()
+    (tmp_path / "RUN" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "target_loss": 1.0}\n')
+    assert exit_code(command) == 2
+    error = capfd.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_full_disk_names_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -63,6 +118,19 @@ def test_weights_that_are_not_finite_are_refused(tiny_folder: Path, tmp_path: Pa
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"'model\.norm\.weight' has values that are not finite"):
         LongSpec.from_pretrained(str(tmp_path), device="cpu", calibrate=False)
+
+
+@pytest.mark.parametrize("method", ["vanilla", "lookup"])
+def test_scores_that_are_no_numbers_are_told(tiny_folder: Path, tmp_path: Path, method: str) -> None:
+    """Every weight is finite; their products are not."""
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name in ("gate", "up"):
+        weights[f"model.layers.0.mlp.{name}_proj.weight"] *= 1e30
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    model = LongSpec.from_pretrained(str(tmp_path), device="cpu", calibrate=False)
+    with pytest.raises(UserError, match="the target's scores are not finite: its numbers overflow float32"):
+        model.generate("Hi", method=method)
 
 
 def test_raw_must_be_true_or_false(tiny: LongSpec) -> None:

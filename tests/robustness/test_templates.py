@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -76,3 +78,22 @@ def test_what_they_may_take_is_bounded(
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(tokenizer, "chat_template", good)
     assert "Why?" in render_chat(tokenizer, TALK, True)
+
+
+def test_the_process_that_renders_ends_with_the_program(tiny_folder: Path) -> None:
+    """Also one that was replaced; Python's development mode tells of pipes and processes that are left."""
+    program = f"""
+import os
+from pathlib import Path
+from longspec.prompts import PromptEncoder
+from longspec.templates import _process, render_chat
+
+tokenizer = PromptEncoder(Path({str(tiny_folder)!r})).tokenizer
+for _ in range(2):
+    assert "Why?" in render_chat(tokenizer, [{{"role": "user", "content": "Why?"}}], True)
+    _process(os.getpid())._child.kill()
+    _process(os.getpid())._child.wait()
+"""
+    done = subprocess.run([sys.executable, "-X", "dev", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "ResourceWarning" not in done.stderr

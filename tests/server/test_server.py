@@ -246,6 +246,7 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"messages": []}, 400, "messages"),
     ({}, 400, "messages"),
     ({"messages": "hello"}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": "a"}] * 10_001}, 400, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "text"),
     ({"tools": [{"type": "function"}]}, 400, "tools is not supported"),
@@ -342,6 +343,16 @@ def test_a_client_that_goes_away_frees_its_slot(server: Live, stream: bool) -> N
     assert seat.sequence.finished_at - left < 1
 
 
+def test_a_head_without_end_is_refused(server: Live) -> None:
+    host, port = server.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as link:
+        link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nA: ")
+        with pytest.raises(ConnectionError):
+            link.sendall(b"a" * 65_536_000)
+    usual = httpx.get(f"{server.address}/health", headers={"A": "a" * 60_000})
+    assert usual.status_code == 200
+
+
 def test_the_queue_is_bounded(tiny_server: Callable[..., Live]) -> None:
     server = tiny_server(Limits(max_queue=1, max_body=10_000))
     url = f"{server.address}/v1/completions"
@@ -353,7 +364,10 @@ def test_the_queue_is_bounded(tiny_server: Callable[..., Live]) -> None:
             server.client().completions.create(model=server.model.name, prompt="word")
         assert int(refused.value.response.headers["retry-after"]) >= 1
         assert [one.result().status_code for one in first] == [200, 200]
-    assert httpx.post(url, json=long | {"n": 3}).status_code == 400  # it could never be taken on
+    # These could never be taken on. Of many prompts none is tokenised.
+    assert httpx.post(url, json=long | {"n": 3}).status_code == 400
+    many = httpx.post(url, json=long | {"prompt": ["x"] * 1000})
+    assert (many.status_code, many.json()["error"]["param"]) == (400, "n")
     assert httpx.post(url, json=long | {"max_tokens": 2}).status_code == 200
     assert httpx.post(url, json=long | {"prompt": "x" * 10_000}).status_code == 413
     assert (

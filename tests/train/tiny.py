@@ -71,7 +71,9 @@ def make_dataset(folder: Path, length: int = 32, count: int = 60, seed: int = 0)
     return folder
 
 
-def launch(overrides: list[str], processes: int = 1, launcher: str = "torchrun") -> subprocess.Popen[str]:
+def launch(
+    overrides: list[str], processes: int = 1, launcher: str = "torchrun", module: str = "longspec.train"
+) -> subprocess.Popen[str]:
     """Start `longspec.train` as users do, under a launcher when there are several processes."""
     command = [sys.executable, "-m"]
     if processes > 1 and launcher == "torchrun":
@@ -83,7 +85,7 @@ def launch(overrides: list[str], processes: int = 1, launcher: str = "torchrun")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = no_launcher() | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PATH": path}
     return subprocess.Popen(
-        [*command, "longspec.train", *overrides],
+        [*command, module, *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -104,9 +106,11 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def run(overrides: list[str], processes: int = 1, launcher: str = "torchrun") -> str:
+def run(
+    overrides: list[str], processes: int = 1, launcher: str = "torchrun", module: str = "longspec.train"
+) -> str:
     """Run it to the end; its output on success."""
-    process = launch(overrides, processes, launcher)
+    process = launch(overrides, processes, launcher, module)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     return output
@@ -114,6 +118,15 @@ def run(overrides: list[str], processes: int = 1, launcher: str = "torchrun") ->
 
 def losses(run_folder: Path) -> dict[int, float]:
     """By step."""
+    return _figures(run_folder, "loss")
+
+
+def taus(run_folder: Path) -> dict[int, float]:
+    """Of each evaluation, by step."""
+    return _figures(run_folder, "eval_tau")
+
+
+def _figures(run_folder: Path, name: str) -> dict[int, float]:
     lines = (run_folder / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+    return {row["step"]: row[name] for row in rows if name in row}

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 from longspec.errors import UserError, check_same
-from longspec.models.files import write_whole
+from longspec.models.files import clear_unfinished, write_whole
 from longspec.records import parse_record, read_record
 
 RUN, ROWS = "run.json", "rows.jsonl"
@@ -94,6 +94,7 @@ class RunFolder:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
+            clear_unfinished(path)
             if (path / RUN).exists():
                 check_same(path, read_record(path / RUN, RunRecord)["facts"], facts)
             elif (path / ROWS).exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import sys
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        _tell("\ninterrupted")
         return 130
     except BrokenPipeError:
         # The reader has ended (`| head`). This is not an error, but nothing more can be printed.
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if arguments.debug or not _is_for_users(error):
             raise
-        print(f"longspec: error: {_one_line(error)}", file=sys.stderr)
+        _tell(f"longspec: error: {_one_line(error)}")
         return 2
 
 
@@ -113,7 +114,13 @@ def _print_completion(arguments: argparse.Namespace) -> int:
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """One line, as for an error, without the line of code."""
-    print(f"longspec: warning: {one_line(str(message))}", file=sys.stderr)
+    _tell(f"longspec: warning: {one_line(str(message))}")
+
+
+def _tell(text: str) -> None:
+    """Print to standard error, if that is possible; the exit code says the rest."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _is_for_users(error: BaseException) -> bool:

@@ -98,7 +98,7 @@ def prepare(options: PrepareOptions, progress: bool = False) -> PrepareSummary:
     encoder = Encoder(options, tokenizer)
     settings = _settings(options, files, encoder)
     with claimed(options.folder, _STATE):
-        clear_unfinished(options.folder / _STATE)
+        clear_unfinished(options.folder)
         if is_finished(options.folder):
             info = read_info(options.folder)
             made_by = info.made_by

@@ -10,7 +10,7 @@ from typing import Any
 from longspec.data.inputs import find_files
 from longspec.data.read import Position, read_chunks
 from longspec.errors import UserError, naming
-from longspec.records import parse_record
+from longspec.records import MOST_BYTES, parse_record
 
 
 def read_records(inputs: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -33,7 +33,8 @@ class JsonLines:
         digest = hashlib.sha256()
         try:
             with open(path, "rb") as file:
-                for number, line in enumerate(file, 1):
+                # Bounded, because a file can be one line without end.
+                for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES + 1), b""), 1):
                     digest.update(line)
                     if line.strip():
                         place = f"{path}, line {number}"

@@ -12,6 +12,7 @@ FOLDER/shard-00000/        gets this name when it is complete
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -106,6 +107,8 @@ def write_shard(
     """Write one shard; it appears complete or not at all."""
     goal = shard_folder(folder, index)
     building = folder / f"{_TEMPORARY}{goal.name}-{os.getpid()}"
+    # Left by a killed process with the same id, as in a container that is started again.
+    shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     firsts = np.cumsum([0, *(len(one.starts) for one in sequences)])
@@ -117,19 +120,14 @@ def write_shard(
     }
     try:
         for name, array in arrays.items():
-            with open(building / f"{name}.npy", "wb") as file:
-                np.save(file, array)
-                file.flush()
-                os.fsync(file.fileno())
+            _save(building / f"{name}.npy", array)
         origin = Origin(list(sources), len(sequences))
         write_whole(building / _ORIGIN, json.dumps(asdict(origin), indent=1).encode())
         if goal.exists():
             shutil.rmtree(goal)
         building.rename(goal)
-    except BaseException as error:
+    except BaseException:
         shutil.rmtree(building, ignore_errors=True)
-        if isinstance(error, OSError):
-            error.filename = error.filename or str(goal)  # a failed write does not name its file
         raise
 
 
@@ -143,14 +141,15 @@ def finish(
     for index in range(num_shards):
         shard = shard_folder(folder, index)
         sources += read_record(shard / _ORIGIN, Origin).sources
-        tokens, roles = (np.load(shard / f"{name}.npy", mmap_mode="r") for name in ("tokens", "roles"))
+        tokens, roles = (_load(shard / f"{name}.npy") for name in ("tokens", "roles"))
+        if tokens.ndim != 2 or tokens.shape != roles.shape or tokens.max() >= vocab_size:
+            raise UserError(f"{shard} is damaged: remove {folder} and begin again")
         num_sequences, seq_length = num_sequences + len(tokens), tokens.shape[1]
         counts += np.bincount(tokens[roles != Role.PAD], minlength=vocab_size)
     for leftover in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    clear_unfinished(folder / _INFO)
-    with open(folder / "counts.npy", "wb") as file:
-        np.save(file, counts)
+    clear_unfinished(folder)
+    _save(folder / "counts.npy", counts)
     info = DatasetInfo(
         seq_length,
         vocab_size,
@@ -189,10 +188,7 @@ class Dataset:
         for index in range(self.info.num_shards):
             sizes.append(read_record(shard_folder(folder, index) / _ORIGIN, Origin).num_sequences)
         if min(sizes) < 0 or sum(sizes) != self.info.num_sequences:
-            raise UserError(
-                f"the dataset {folder} is damaged: its shards do not have the "
-                f"{self.info.num_sequences} sequences that {_INFO} says; make it again"
-            )
+            raise self.damaged(f"its shards do not have {self.info.num_sequences} sequences")
         self._ends = np.cumsum(sizes)
 
     def __len__(self) -> int:
@@ -205,7 +201,12 @@ class Dataset:
         tokens, roles, starts, firsts = self._arrays(shard)
         row = index - (int(self._ends[shard - 1]) if shard else 0)
         documents = starts[firsts[row] : firsts[row + 1]]
+        if tokens[row].max() >= self.info.vocab_size or roles[row].max() > max(Role):
+            raise self.damaged(f"sequence {index} has a token or a role that there is not")
         return Packed(tokens[row].astype(np.int64), np.asarray(roles[row]), np.asarray(documents))
+
+    def damaged(self, what: str) -> UserError:
+        return UserError(f"the dataset {self.folder} is damaged: {what}; make it again")
 
     def shards(self) -> Iterator[tuple[Any, ...]]:
         """The arrays of each shard: tokens, roles, starts, firsts."""
@@ -219,13 +220,20 @@ class Dataset:
                 del self._open[next(iter(self._open))]
             place = shard_folder(self.folder, shard)
             names = ("tokens", "roles", "starts", "firsts")
-            self._open[shard] = tuple(_load(place / f"{name}.npy") for name in names)
+            arrays = tuple(_load(place / f"{name}.npy") for name in names)
+            num_sequences = int(self._ends[shard] - (self._ends[shard - 1] if shard else 0))
+            if not _fit(arrays, num_sequences, self.info.seq_length):
+                raise self.damaged(f"the arrays in {place.name} do not fit together")
+            self._open[shard] = arrays
         return self._open[shard]
 
     @property
     def counts(self) -> NDArray[np.int64]:
         """How often each token occurs, [V]."""
-        return np.asarray(_load(self.folder / "counts.npy"))
+        counts = np.asarray(_load(self.folder / "counts.npy"))
+        if counts.shape != (self.info.vocab_size,) or counts.dtype != np.int64:
+            raise self.damaged("counts.npy does not count its tokens")
+        return counts
 
     def check(self, vocab_size: int, tokenizer: str | None, target_name: str) -> None:
         """Refuse a dataset that another tokenizer made."""
@@ -253,8 +261,30 @@ def read_info(folder: Path) -> DatasetInfo:
     return info
 
 
+def _save(path: Path, array: NDArray[Any]) -> None:
+    data = io.BytesIO()  # because numpy does not say why a file cannot be written
+    np.save(data, array)
+    write_whole(path, data.getvalue())
+
+
 def _load(path: Path) -> Any:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}; prepare the dataset again") from error
+    except Exception as error:  # a damaged header makes numpy raise what it likes
+        reason = shown(" ".join(str(error).split()), quoted=False)
+        raise UserError(f"cannot read {path}: {reason}; prepare the dataset again") from error
+
+
+def _fit(arrays: tuple[Any, ...], num_sequences: int, seq_length: int) -> bool:
+    """Whether a shard's arrays have the types, shapes and bounds that belong together."""
+    tokens, roles, starts, firsts = arrays
+    shape, kinds = (num_sequences, seq_length), [array.dtype.name for array in arrays]
+    if kinds not in (["uint16", "uint8", "int32", "int64"], ["uint32", "uint8", "int32", "int64"]):
+        return False
+    if (tokens.shape, roles.shape, firsts.shape, starts.ndim) != (shape, shape, (num_sequences + 1,), 1):
+        return False
+    if firsts[0] != 0 or firsts[-1] != len(starts) or (np.diff(firsts) < 1).any():
+        return False
+    follows = np.diff(starts) > 0
+    follows[firsts[1:-1] - 1] = True  # where the next sequence begins
+    return bool(follows.all() and (starts[firsts[:-1]] == 0).all() and starts.max() < seq_length)

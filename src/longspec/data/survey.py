@@ -38,7 +38,10 @@ def survey(dataset: Dataset) -> Survey:
     counts = np.zeros(max(Role) + 1, np.int64)
     num_documents = 0
     for _, roles, starts, firsts in dataset.shards():
-        counts += np.bincount(roles.reshape(-1), minlength=len(counts))
+        found = np.bincount(roles.reshape(-1), minlength=len(counts))
+        if len(found) > len(counts):
+            raise dataset.damaged("it has a role that there is not")
+        counts += found
         rows = np.repeat(np.arange(len(roles)), np.diff(firsts))
         num_documents += int(np.count_nonzero(roles[rows, starts] != Role.PAD))
     shares = {role.name.lower(): float(counts[role] / counts.sum()) for role in Role}

@@ -36,7 +36,7 @@ from longspec.data.shards import (
 )
 from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence
-from longspec.errors import UserError, check_same
+from longspec.errors import UserError, check_same, shown
 from longspec.models.files import write_whole
 from longspec.records import as_record, parse_record, read_record
 
@@ -137,6 +137,8 @@ def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if settings["batch"] is None:
         settings |= {"batch": known.get("batch")}
     check_same(folder, known, settings)
+    if is_finished(folder):  # and was killed while it tidied up
+        shutil.rmtree(folder / _PROGRESS, ignore_errors=True)
     return settings
 
 
@@ -296,9 +298,10 @@ def _recall(folder: Path, state: SynthesisState) -> None:
         try:
             with np.load(path) as note:
                 facts = parse_record(note["facts"].tobytes(), ShardNote, path)
-                state.seen.remember(note["keys"].tolist())
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"cannot read {path}: {error}; remove {folder} and begin again") from error
+                state.seen.remember(note["keys"].astype(np.uint64, casting="safe").ravel().tolist())
+        except Exception as error:  # a damaged archive makes numpy raise what it likes
+            reason = shown(" ".join(str(error).split()), quoted=False)
+            raise UserError(f"cannot read {path}: {reason}; remove {folder} and begin again") from error
         state.num_shards = index + 1
         state.next_sample, state.num_tokens = facts.next_sample, facts.num_tokens
         state.counts = Counter(facts.counts)

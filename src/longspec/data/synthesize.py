@@ -26,7 +26,7 @@ from longspec.models.load import load_target
 from longspec.models.placement import check_fits, free_memory, pick_device, pick_dtype
 from longspec.progress import byte_bar, token_bar
 from longspec.prompts import PromptEncoder
-from longspec.records import read_record
+from longspec.records import MOST_BYTES, read_bytes, read_record
 
 # As many rows at once as fit into this share of the free memory, up to these numbers.
 _MEMORY_SHARE = 0.7
@@ -113,12 +113,13 @@ def _settings(
 
 
 def _read_topics(path: Path) -> tuple[str, ...]:
+    data = read_bytes(path, MOST_BYTES)
+    if len(data) > MOST_BYTES:
+        raise UserError(f"{path} has more than {MOST_BYTES // 2**20} MiB; a line per topic needs less")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = data.decode().splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
     topics = tuple(line.strip() for line in lines if line.strip())
     if not topics:
         raise UserError(f"{path} is empty; each line must have the beginning of a question")

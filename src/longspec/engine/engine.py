@@ -71,7 +71,7 @@ class Engine:
         exact: bool = False,
     ) -> None:
         with torch.inference_mode():
-            fused = target.attention.can_fuse(target.embedding, target.config.head_dim)
+            fused = target.can_fuse
             first: Any = target.blocks[0]
             # Its own count of heads: tensor parallelism leaves it a share of the target's.
             shape = replace(target.config, num_kv_heads=first.attention.num_kv_heads)

@@ -33,7 +33,7 @@ class Segments:
     """The pages of all rows while their prompts are computed, int32 [R, M]: rounds in between see a row's
     pages only when its prompt is complete."""
     report: Tensor
-    """For the host, int64 [n]: the first token of a prompt's answer."""
+    """For the host, int64 [n]: the first token of a prompt's answer, -1 where its scores are no numbers."""
 
     @classmethod
     def empty(cls, num_segments: int, tables: Tensor) -> Segments:
@@ -103,7 +103,8 @@ def finish_prompts(models: Models, slots: Slots, work: Segments, last: Tensor, s
         tokens = choose(logits, sampling, slots.seeds[goals], ends, sampled)
     # Before a capture all of this runs without our kernels, and then no token is one.
     tokens = tokens.clamp(0, logits.shape[1] - 1)
-    work.report.copy_(tokens)
+    # Weights that are finite can still overflow in the pass; whatever is chosen then means nothing.
+    work.report.copy_(torch.where(last.isfinite().all(-1), tokens, -1))
     slots.text[goals, ends.clamp(max=slots.text.shape[1] - 1)] = tokens
     slots.seen.view(-1).index_fill_(0, goals * slots.seen.shape[1] + tokens, True)
     slots.lengths[goals] = ends

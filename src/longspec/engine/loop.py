@@ -259,8 +259,7 @@ class Loop:
             try:
                 seat.sequence.constraint.fill(masks[seat.slot], seat.sequence.tokens)
             except Exception as error:
-                self._release(seat)
-                seat.sequence.finish("closed", error)
+                self._end(seat, error)
         return masks
 
     def _launch_round(self, group: Group, seats: list[Seat]) -> bool:
@@ -365,6 +364,10 @@ class Loop:
             f"the KV memory of {size} tokens is too small for a text of {seat.length} tokens and a tree; "
             "give more (kv_memory)"
         )
+        self._end(seat, error)
+
+    def _end(self, seat: Seat, error: Exception) -> None:
+        """End a sequence alone, with an error."""
         self._release(seat)
         seat.sequence.finish("closed", error)
 
@@ -398,7 +401,9 @@ class Loop:
                     emitted = [one[row][1] for one in reports if one[row][0]]
                 else:
                     emitted = reports[0][row][1 : 1 + reports[0][row][0]]
-            if emitted and not seat.sequence.finished:
+            if emitted == [-1] and not seat.sequence.finished:
+                self._end(seat, _overflow(self.models.target.dtype))
+            elif emitted and not seat.sequence.finished:
                 if scores is not None:
                     seat.sequence.keep_scores(scores[row])
                 self._keep(seat, emitted, launch, has_match)
@@ -435,3 +440,11 @@ def _check_exact(method: Method) -> None:
         raise UserError(
             f"{method.label} is {method.depth} deep; exact trees have at most {DEEPEST}; lower num_lookup"
         )
+
+
+def _overflow(dtype: torch.dtype) -> UserError:
+    name = str(dtype).removeprefix("torch.")
+    return UserError(
+        f"the target's scores are not finite: its numbers overflow {name}, or its weights are damaged; take "
+        "another dtype, bfloat16 or float32, or fetch the weights again"
+    )

@@ -35,7 +35,7 @@ def make_engine(
     """
     config, dtype, device = target.config, target.dtype, target.device
     with torch.inference_mode():
-        fused = target.attention.can_fuse(target.embedding, config.head_dim)
+        fused = target.can_fuse
     if exact and not fused:
         raise UserError(
             f"exact is for our kernels, and they do not run {str(dtype).removeprefix('torch.')} on {device}; "

@@ -94,8 +94,8 @@ def require_space(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise UserError(
-            f"not enough disk space in {folder.parent}: {num_bytes / 1e9:.1f} GB needed, {free / 1e9:.1f} GB"
-            " free; free some or set LONGSPEC_CACHE to a folder on a larger disk"
+            f"not enough disk space in {folder.parent}: {num_bytes / 1e6:,.1f} MB needed, "
+            f"{free / 1e6:,.1f} MB free; free some or set LONGSPEC_CACHE to a folder on a larger disk"
         )
 
 

@@ -123,7 +123,7 @@ def _local(target: str, path: Path, progress: bool, config_only: bool) -> Target
         if not (path / "config.json").is_file():
             raise UserError(f"the folder {path} has no config.json: pass a Hugging Face model folder")
         return TargetFiles(target, path, None)
-    if path.suffix != ".gguf":
+    if path.suffix != ".gguf" or not path.is_file():  # a pipe would be waited for
         raise UserError(f"{path} is neither a model folder nor a .gguf file")
     if not os.access(path, os.R_OK):
         raise UserError(f"{path} cannot be read: check its permissions")

@@ -166,7 +166,7 @@ def load_draft(path: Path, target: Transformer, target_name: str) -> LoadedDraft
     if record is not None:
         _check_target(path, record, target, target_name)
     config = read_draft_config(path)
-    tensors = _read_tensors(path)
+    tensors = read_tensors(path)
     draft = _build(path, tensors, config, target)
     for name, tensor in draft.named_parameters():
         if not torch.isfinite(tensor).all():
@@ -221,7 +221,7 @@ def _check_target(path: Path, record: DraftRecord, target: Transformer, target_n
         )
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a draft's folder or file."""
     file = path
     if path.is_dir():

@@ -13,11 +13,15 @@ from longspec.errors import UserError, naming, shown, whole_number
 from longspec.models.families import config_from_hf
 from longspec.records import read_record
 
+# How the name of a file begins that is being written.
+_WRITING = ".writing-"
+
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file atomically: if anything goes wrong, the old file stays."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    temporary = None
     try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_WRITING)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
@@ -25,15 +29,16 @@ def write_whole(path: Path, data: bytes) -> None:
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = error.filename or str(path)  # a failed write does not name its file
+            error.filename, error.filename2 = str(path), None  # not the temporary name, or none at all
         raise
 
 
-def clear_unfinished(path: Path) -> None:
-    """Remove the temporary files of processes that were killed while they wrote this file."""
-    for leftover in path.parent.glob(f".{path.name}-*"):
+def clear_unfinished(folder: Path) -> None:
+    """Remove the temporary files of processes that were killed while they wrote a file in this folder."""
+    for leftover in folder.glob(f"{_WRITING}*"):
         leftover.unlink(missing_ok=True)
 
 

@@ -35,6 +35,13 @@ class Transformer(nn.Module):
         """The dtype of the weights and of the KV."""
         return self.embedding.dtype
 
+    @property
+    def can_fuse(self) -> bool:
+        """Whether our own kernels can do all of a round. They read weights directly, so each must be whole:
+        ZeRO-3 leaves empty ones and tensor parallelism shares, which only their modules know how to use."""
+        is_whole = all(type(weight.data) is Tensor and weight.numel() for weight in self.parameters())
+        return is_whole and self.attention.can_fuse(self.embedding, self.config.head_dim)
+
     def forward(self, tokens: Tensor, run: ForwardPass) -> Tensor:
         """Hidden states [B, T, E], after the last norm, of tokens [B, T]."""
         blocks = [block for block in self.blocks if isinstance(block, Block)]

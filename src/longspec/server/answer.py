@@ -7,11 +7,15 @@ import secrets
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
+
+from pydantic_core import to_json
 
 from longspec import __version__
 from longspec.engine.sequence import Logprobs
-from longspec.server.schema import Asked, ChatRequest
+from longspec.server.schema import Asked, ChatRequest, StreamOptions
 from longspec.server.wire import End, Row
 from longspec.text import TextStream
 
@@ -21,12 +25,12 @@ class Choice:
 
     def __init__(self, index: int, number: int, row: Row, text: TextStream, asked: Asked) -> None:
         self.index, self.number, self.row, self._text = index, number, row, text
-        self.times: list[float] = []
-        """When something new came."""
         self._by_token = asked.explain or bool(asked.stop)
         self._pieces: list[str] = []
         """The text of each token, where tokens are looked at one by one."""
         self._num_told = self._num_given = 0
+        self.num_spelled = 0
+        """Characters of the tokens whose logprobs were told."""
         self.is_told = False
         """Whether the end was among the news."""
 
@@ -90,11 +94,15 @@ class Answer:
     choices: list[Choice]
     model_name: str
     vocabulary: Vocabulary
+    begun: float
+    """When the request came, by `time.perf_counter`."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self._is_chat = isinstance(self.asked, ChatRequest)
+        self._options = self.asked.stream_options or StreamOptions()
+        self._is_begun = False
         self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
 
     @property
@@ -120,43 +128,50 @@ class Answer:
         kind = "chat.completion" if self._is_chat else "text_completion"
         return self._head(kind) | {"choices": choices, "usage": self.usage(), "metrics": self.metrics()}
 
-    def first_chunks(self) -> list[dict[str, Any]]:
-        """What a chat's stream begins with."""
-        delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [self._chunk([{"index": one.index, **delta}]) for one in self.choices] if self._is_chat else []
-
-    def chunks(self) -> list[dict[str, Any]]:
-        """What has come since the last call."""
-        found = []
+    def events(self) -> bytes:
+        """What has come since the last call, as events of a stream. The first time a chat's roles come
+        before it."""
         tells_tokens = self.asked.explain or self.asked.num_logprobs is not None
-        for choice in self.choices:
-            news = choice.news()
-            if news is None or not (news.text or tells_tokens or news.finish_reason):
-                continue
+        found = [(choice, news) for choice in self.choices if (news := choice.news()) is not None]
+        found = [one for one in found if one[1].text or tells_tokens or one[1].finish_reason]
+        if not found:
+            return b""
+        events = []
+        if self._is_chat and not self._is_begun:
+            delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            events += [self._event([{"index": choice.index, **delta}]) for choice in self.choices]
+        self._is_begun = True
+        is_over = all(choice.is_told for choice in self.choices)
+        for choice, news in found:
             body = {"delta": {"content": news.text} if news.text else {}}
-            chunk = self._chunk([self._choice(choice, news, body if self._is_chat else {"text": news.text})])
+            more: dict[str, Any] = {}
             if self.asked.explain:
-                chunk["tokens"] = choice.origins(news)
-            if self.asked.stream_options is not None and self.asked.stream_options.continuous_usage_stats:
-                chunk["usage"] = self.usage()
-            found.append(chunk)
-        if found and self.is_finished and all(choice.is_told for choice in self.choices):
-            found[-1]["metrics"] = self.metrics()
-        return found
+                more["tokens"] = choice.origins(news)
+            if self._options.continuous_usage_stats:
+                more["usage"] = self.usage()
+            if is_over and choice is found[-1][0]:
+                more["metrics"] = self.metrics()
+            told = self._choice(choice, news, body if self._is_chat else {"text": news.text})
+            events.append(self._event([told], **more))
+        return b"".join(events)
+
+    def last_events(self) -> bytes:
+        """The end of a stream, with its usage where the client wants to know that."""
+        usage = self._event([], usage=self.usage()) if self._options.include_usage else b""
+        return usage + b"data: [DONE]\n\n"
 
     def _choice(self, choice: Choice, news: Piece, body: dict[str, Any]) -> dict[str, Any]:
         logprobs = self._logprobs(choice, news)
         return {"index": choice.index, **body, "logprobs": logprobs, "finish_reason": news.finish_reason}
 
-    def usage_chunks(self) -> list[dict[str, Any]]:
-        """The end of a stream, where the client wants to know its usage."""
-        wanted = self.asked.stream_options is not None and self.asked.stream_options.include_usage
-        return [self._chunk([]) | {"usage": self.usage()}] if wanted else []
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return self._event_head + to_json({"choices": choices, **more})[1:] + b"\n\n"
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._head("chat.completion.chunk" if self._is_chat else "text_completion") | {
-            "choices": choices
-        }
+    @cached_property
+    def _event_head(self) -> bytes:
+        """What all events of a stream begin with, encoded once."""
+        head = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
+        return b"data: " + to_json(head)[:-1] + b","
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -202,12 +217,12 @@ class Answer:
             return {"content": told, "refusal": None}
         spell = self.vocabulary.spelled
         texts = [spell(row.tokens[place])[0] for place in places]
-        offset = sum(len(spell(token)[0]) for token in row.tokens[: news.first])
+        *offsets, choice.num_spelled = accumulate(map(len, texts), initial=choice.num_spelled)
         return {
             "tokens": texts,
             "token_logprobs": [chosen for chosen, _ in scores],
             "top_logprobs": [{spell(token)[0]: value for token, value in top} for _, top in scores],
-            "text_offset": [offset + sum(map(len, texts[:place])) for place in range(len(texts))],
+            "text_offset": offsets,
         }
 
     def _chat_logprob(self, token: int, scores: Logprobs) -> dict[str, Any]:
@@ -233,10 +248,10 @@ class Speculation:
             return
         self.num_steps += row.end.num_steps
         self.num_drafted += row.end.num_drafted
-        for depth in row.depths:
-            if depth:
-                self.by_depth[depth] += 1
-                self.num_accepted += 1
+        counts = Counter(row.depths)
+        del counts[0]  # what came from the target itself
+        self.num_accepted += counts.total()
+        self.by_depth.update(counts)
 
     def told(self) -> dict[str, Any]:
         """vLLM's names. `acceptance_histogram[k]` rounds had exactly k tokens accepted."""

@@ -146,7 +146,7 @@ class _Front:
             return
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         # All keys are compared, each in constant time, so that time tells nothing.
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._api_keys]
+        matches = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._api_keys]
         if kind.lower() != "bearer" or not any(matches):
             raise ApiError(
                 401, "a valid API key is needed: Authorization: Bearer KEY", "invalid_api_key",
@@ -215,7 +215,8 @@ class _Answering(Response):
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS):
-                await _send(send, _event(error.body()) + b"data: [DONE]\n\n", last=True)
+                body = b"data: " + to_json(error.body()) + b"\n\ndata: [DONE]\n\n"
+                await _send(send, body, last=True)
 
     async def _answer(self, send: Send) -> None:
         seconds = min(
@@ -237,18 +238,17 @@ class _Answering(Response):
         await _send(send, body, last=True)
 
     async def _stream(self, answer: Answer, send: Send) -> None:
-        await self._start(send, "text/event-stream; charset=utf-8")
-        await _send(send, b"".join(map(_event, answer.first_chunks())))
-        while True:
-            is_finished = answer.is_finished
-            _check(answer)
-            if chunks := answer.chunks():
-                await _send(send, b"".join(map(_event, chunks)))
-            if is_finished:
-                break
+        is_finished = False
+        while not is_finished:
             await answer.news.wait()
             answer.news.clear()
-        await _send(send, b"".join(map(_event, answer.usage_chunks())) + b"data: [DONE]\n\n", last=True)
+            _check(answer)
+            is_finished = answer.is_finished
+            events = answer.events() + (answer.last_events() if is_finished else b"")
+            if events and not self._is_started:
+                await self._start(send, "text/event-stream; charset=utf-8")
+            if events:
+                await _send(send, events, last=is_finished)
 
     async def _start(self, send: Send, kind: str, size: int | None = None) -> None:
         headers = [(b"content-type", kind.encode()), (b"cache-control", b"no-cache")]
@@ -276,7 +276,3 @@ async def _until_gone(receive: Receive) -> None:
 
 async def _send(send: Send, body: bytes, last: bool = False) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": not last})
-
-
-def _event(body: Any) -> bytes:
-    return b"data: " + to_json(body) + b"\n\n"

@@ -140,9 +140,6 @@ class Host:
             sequence.num_shared,
             sum(rounds for rounds, number in proposed if number),
             sum(rounds * number for rounds, number in proposed),
-            sequence.submitted_at,
-            sequence.first_at,
-            sequence.finished_at,
         )
 
     def _send_all(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
 from itertools import count
@@ -44,7 +45,7 @@ class Link:
         self._task.cancel()
         self._writer.close()
 
-    async def ask(
+    def ask(
         self,
         sequences: list[Sequence],
         stop: tuple[str, ...],
@@ -95,6 +96,7 @@ class Link:
             if not future.done():
                 future.set_result(message)
             return
+        now = time.perf_counter()
         for number, tokens, depths, copied, logprobs, end in message.rows:
             if number not in self._open:
                 continue  # it was given up
@@ -103,6 +105,7 @@ class Link:
             row.depths += depths
             row.copied += copied
             row.logprobs += logprobs
+            row.times.append(now)
             row.end = end
             if end is not None:
                 del self._open[number]

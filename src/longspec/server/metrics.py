@@ -56,16 +56,16 @@ class Metrics:
         """Count an answer that has ended, by itself or because its client left."""
         found = Speculation()
         for choice in answer.choices:
-            end = choice.row.end
+            row = choice.row
             self._success.labels(self._name, choice.finish_reason or "abort").inc()
-            self._generated.inc(len(choice.row.tokens))
-            found.add(choice.row)
-            if end is not None and end.first_at:
-                self._first.observe(end.first_at - end.submitted_at)
-            for earlier, later in pairwise(choice.times):
+            self._generated.inc(len(row.tokens))
+            found.add(row)
+            if row.tokens:
+                self._first.observe(row.times[0] - answer.begun)
+            for earlier, later in pairwise(row.times):
                 self._between.observe(later - earlier)
-            if end is not None and end.finished_at:
-                seconds = end.finished_at - end.submitted_at
+            if row.end is not None and row.end.error is None:
+                seconds = row.times[-1] - answer.begun
                 self._whole.observe(seconds)
                 self.mean_seconds += 0.1 * (seconds - self.mean_seconds)
         self._steps.inc(found.num_steps)

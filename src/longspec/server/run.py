@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from longspec.api import LongSpec
 from longspec.errors import UserError, shown
@@ -25,10 +27,17 @@ _CURL = """\
     -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'"""
 # Connections that may wait to be taken on.
 _BACKLOG = 2048
+# Bytes of a request before its body, and of what comes with them.
+_MOST_HEAD = 1_000_000
+# Seconds that a connection may be idle: longer than clients and proxies keep theirs, so that none of them
+# sends a request while it is being closed here.
+_KEEP_ALIVE = 75
 
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that is ours and does not listen yet: an address that is taken is told before a long load."""
+    if not 0 <= port < 2**16:  # getaddrinfo would take the rest of a division
+        raise UserError(f"cannot listen at port {shown(port)}; it must lie between 0 and {2**16 - 1}")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, ValueError, OverflowError) as error:
@@ -74,6 +83,30 @@ class FrontOptions:
     """At the end, time for the answers that are under way."""
 
 
+class BoundedProtocol(HttpToolsProtocol):
+    """Refuses a request whose head does not end; uvicorn would keep all of it."""
+
+    _head_size = 0
+    _is_in_head = False
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        super().data_received(data)
+        self._head_size += len(data)
+        if self._is_in_head and self._head_size > _MOST_HEAD and not self.transport.is_closing():
+            self.send_400_response(f"The head of a request may have {_MOST_HEAD} bytes.")
+
+    def on_message_begin(self) -> None:
+        """See httptools."""
+        super().on_message_begin()
+        self._head_size, self._is_in_head = 0, True
+
+    def on_headers_complete(self) -> None:
+        """See httptools."""
+        self._is_in_head = False
+        super().on_headers_complete()
+
+
 class FrontServer(uvicorn.Server):
     """Listens, says so, and ends when it is told to or the engine's process is gone."""
 
@@ -82,9 +115,11 @@ class FrontServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 make_app(service, options.api_keys, self.end),
+                http=BoundedProtocol,
                 log_level="error",  # a malformed request is the client's affair
                 access_log=False,
                 backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE,
                 timeout_graceful_shutdown=options.grace_seconds,
                 server_header=False,
                 lifespan="on",
@@ -109,6 +144,8 @@ def run_front(link: socket.socket, listener: socket.socket, options: FrontOption
     facts = receive(link)
     if facts is None:
         return  # there is no model after all
+    # The thread that tokenises a prompt waits for the event loop's several times; by default 5 ms each.
+    sys.setswitchinterval(0.0005)
     service = Service(facts, Link(link), options.method, options.limits)
     address, has_key = address_of(listener), bool(options.api_keys)
     FrontServer(service, options, lambda: print(_told(facts, address, has_key), flush=True)).run([listener])

@@ -7,8 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
+# A body may hold millions of values. One that is wrong is enough to refuse them.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
+MOST_MESSAGES = 10_000
 
 
 class Strict(BaseModel):
@@ -56,6 +60,8 @@ class Message(Strict):
         """A content may come in parts, all of them texts."""
         if not isinstance(given, list):
             return given
+        if len(given) > MOST_MESSAGES:
+            raise ValueError(f"a content may have up to {MOST_MESSAGES} parts")
         for part in given:
             if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
                 raise ValueError("only parts of type 'text' are supported, each with a text")
@@ -153,6 +159,16 @@ class Asked(Strict):
         """See `Sequence.num_logprobs`."""
         raise NotImplementedError
 
+    @property
+    def num_answers(self) -> int:
+        """Choices of all prompts."""
+        return self.n
+
+    @property
+    def size(self) -> int:
+        """Characters or token ids of all prompts."""
+        raise NotImplementedError
+
     def options(self) -> dict[str, Any]:
         """What `longspec.options.read_options` takes; what was left out follows the model."""
         return {
@@ -178,7 +194,7 @@ class ChatRequest(Asked):
         "modalities": (["text"],),
     }
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
@@ -202,19 +218,34 @@ class ChatRequest(Asked):
         """See `Sequence.num_logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def size(self) -> int:
+        """See `Asked`."""
+        return sum(len(one.content) for one in self.messages)
+
 
 class CompletionRequest(Asked):
     """The body of /v1/completions."""
 
     neutral = Asked.neutral | {"echo": (False,), "best_of": (1,)}
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
     @property
     def num_logprobs(self) -> int | None:
         """See `Sequence.num_logprobs`."""
         return self.logprobs
+
+    @property
+    def num_answers(self) -> int:
+        """See `Asked`."""
+        return self.n * len(self.prompts)
+
+    @property
+    def size(self) -> int:
+        """See `Asked`."""
+        return sum(map(len, self.prompts))
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -21,9 +21,13 @@ from longspec.server.constraint import Grammars
 from longspec.server.errors import ApiError
 from longspec.server.link import Link
 from longspec.server.metrics import Metrics
+from longspec.server.pace import Pacer
 from longspec.server.schema import Asked, ChatRequest, CompletionRequest
 from longspec.server.wire import Facts, Row
 from longspec.text import TextStream
+
+# Characters, or token ids, of prompts that take a millisecond to tokenise.
+_SHORT = 16_000
 
 
 @dataclass(frozen=True)
@@ -61,20 +65,22 @@ class Service:
         """Whether the engine failed with the last request."""
         self._created = int(time.time())
         self._grammars = Grammars(facts.maker)
-        # Beside the event loop, which a long document must not hold up; one thread, so that who came first is
-        # first in the engine's line.
-        self._worker = ThreadPoolExecutor(1, "longspec-prompts")
+        # Prompts are tokenised beside the event loop: short ones by one thread, so that who came first is
+        # first in the engine's line, and long ones by another, because they take up to seconds.
+        self._workers = [ThreadPoolExecutor(1, f"longspec-{size}-prompts") for size in ("short", "long")]
+        self._pacer = Pacer()
         self.spelled = lru_cache(100_000)(self._spell)
 
     @asynccontextmanager
     async def running(self, on_lost: Callable[[], None]) -> AsyncIterator[None]:
         """Be linked to the engine for as long as the context lasts."""
         await self.link.connect(on_lost)
-        await asyncio.get_running_loop().run_in_executor(self._worker, self._grammars.prepare)
+        await asyncio.get_running_loop().run_in_executor(self._workers[0], self._grammars.prepare)
         try:
             yield
         finally:
-            self._worker.shutdown(cancel_futures=True)
+            for worker in self._workers:
+                worker.shutdown(cancel_futures=True)
             await self.link.close()
 
     @property
@@ -112,31 +118,31 @@ class Service:
     @asynccontextmanager
     async def answering(self, asked: Asked) -> AsyncIterator[Answer]:
         """Take a request on; the answer comes while the context lasts, and is given up at its end."""
+        begun = time.perf_counter()
         self._check_model(asked)
-        self._check_room(asked.n)
-        work = asyncio.get_running_loop().run_in_executor(self._worker, self._prepare, asked)
-        self._num_coming += asked.n
+        self._check_room(asked.num_answers)
+        worker = self._workers[asked.size > _SHORT]
+        work = asyncio.get_running_loop().run_in_executor(worker, self._prepare, asked)
+        self._num_coming += asked.num_answers
         try:
             sequences, texts, grammar = await work
         except UserError as error:
             raise ApiError(400, str(error), "invalid_value") from error
         finally:
-            self._num_coming -= asked.n
-        self._check_room(len(sequences))
-        answer = Answer(asked, [], self.facts.name, self)
-        times: dict[int, list[float]] = {}
+            self._num_coming -= asked.num_answers
+        answer = Answer(asked, [], self.facts.name, self, begun)
 
         def on_news(row: Row) -> None:
-            times[id(row)].append(time.perf_counter())
-            if asked.stream or row.end is not None:
+            if row.end is not None or (asked.stream and len(row.times) == 1):
                 answer.news.set()
+            elif asked.stream:
+                self._pacer.wake(answer.news)
 
         try:
             stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
-            rows = await self.link.ask(sequences, stop, grammar, on_news)
+            rows = self.link.ask(sequences, stop, grammar, on_news)
             for index, ((number, row), text) in enumerate(zip(rows, texts, strict=True)):
                 answer.choices.append(Choice(index, number, row, text, asked))
-                times[id(row)] = answer.choices[-1].times
             yield answer
         except ConnectionError as error:
             raise ApiError(503, "the engine is gone", "engine_error") from error

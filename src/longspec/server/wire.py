@@ -74,9 +74,6 @@ class End:
     """Rounds that proposed something."""
     num_drafted: int = 0
     """Tokens that they proposed, at most."""
-    submitted_at: float = 0.0
-    first_at: float = 0.0
-    finished_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +98,8 @@ class Row:
     depths: list[int] = field(default_factory=list)
     copied: list[bool] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """When something new came."""
     end: End | None = None
 
     @property

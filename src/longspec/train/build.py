@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from longspec import hub
 from longspec.config import DraftConfig
 from longspec.data.shards import tokenizer_fingerprint
-from longspec.errors import UserError
+from longspec.errors import UserError, shown
 from longspec.models.pair import Pair, load_pair
 from longspec.models.placement import pick_dtype
 from longspec.prompts import PromptEncoder
@@ -52,10 +53,19 @@ def build(settings: TrainSettings, device: torch.device, partitioned: bool) -> P
 
 def _check(settings: TrainSettings, mixture: Mixture) -> None:
     stage, data = settings.stage, settings.data
+    for name, value in asdict(stage).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"stage.{name} is {value}; a finite number is needed")
+    if settings.evaluation.every < 0:
+        raise UserError(f"evaluation.every is {shown(settings.evaluation.every)}; 0 is never")
+    if not 0 <= settings.seed < 2**32:
+        raise UserError(f"seed is {shown(settings.seed)}; it must lie between 0 and {2**32 - 1}")
     least = {
         "stage.micro_batch": stage.micro_batch,
         "stage.accumulation": stage.accumulation,
         "stage.lags": stage.lags,
+        "stage.num_steps": 1 if stage.num_steps is None else stage.num_steps,
+        "evaluation.new_tokens": settings.evaluation.new_tokens,
         "saving.save_steps": settings.saving.save_steps,
         "saving.keep": settings.saving.keep,
         "saving.log_steps": settings.saving.log_steps,
@@ -63,8 +73,8 @@ def _check(settings: TrainSettings, mixture: Mixture) -> None:
         "evaluation.prompt_tokens": settings.evaluation.prompt_tokens,
     }
     for name, value in least.items():
-        if value < 1:
-            raise UserError(f"{name} is {value}; it must be at least 1")
+        if not 1 <= value < 2**31:
+            raise UserError(f"{name} is {shown(value)}; it must be at least 1, and below {2**31}")
     if not 0 < stage.lag_decay <= 1:
         raise UserError(f"stage.lag_decay is {stage.lag_decay}; it is a share, above 0 and at most 1")
     if stage.lag_decay < 1 and stage.lags > 1:

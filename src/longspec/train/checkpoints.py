@@ -9,12 +9,15 @@ RUN/checkpoints/step-00000200/
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from longspec.errors import UserError
+from longspec.errors import UserError, shown
 from longspec.models.files import write_whole
 from longspec.records import read_record
 
@@ -102,8 +105,7 @@ def finish(run: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     if goal.exists():  # a damaged one, because training would have resumed from a complete one
         shutil.rmtree(goal)
     building.rename(goal)
-    for path in sorted((run / "checkpoints").glob("step-*"))[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
+    sweep(run, keep)
     return goal
 
 
@@ -111,29 +113,44 @@ def read_state(checkpoint: Path) -> CheckpointState:
     return read_record(checkpoint / _STATE, CheckpointState)
 
 
-def sweep(run: Path) -> None:
-    """Remove unfinished checkpoints that a killed run left."""
-    for leftover in (run / "checkpoints").glob(".building-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+def sweep(run: Path, keep: int) -> None:
+    """Remove unfinished checkpoints that a killed run left, and those before the last `keep` whole ones."""
+    found = sorted((run / "checkpoints").glob("step-*"))
+    whole = [path for path in found if _problem(path) is None]
+    leftovers = (run / "checkpoints").glob(".building-*")
+    for path in [*leftovers, *(path for path in found if whole and path < whole[-keep:][0])]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def save_random_states(path: Path) -> None:
     states = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    torch.save(states, path)
+    data = io.BytesIO()  # because torch does not say why a file cannot be written
+    torch.save(states, data)
+    write_whole(path, data.getvalue())
 
 
 def load_random_states(path: Path) -> None:
-    try:
+    with explained(path):
         states = torch.load(path, weights_only=False)
-    except (OSError, RuntimeError, EOFError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    torch.set_rng_state(states["torch"])
-    np.random.set_state(states["numpy"])
-    random.setstate(states["python"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+        torch.set_rng_state(states["torch"])
+        np.random.set_state(states["numpy"])
+        random.setstate(states["python"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Name what is damaged, whatever a library that reads it raises."""
+    try:
+        yield
+    except Exception as error:
+        reason = shown(" ".join(str(error).split()), quoted=False) or type(error).__name__
+        raise UserError(
+            f"cannot read {path}: {reason}; remove that checkpoint to go on from the one before"
+        ) from error
 
 
 def note_stages(run: Path, names: list[str]) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
+from longspec.records import read_yaml
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,11 +147,13 @@ def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> A
     if config_dir is not None:
         if not Path(config_dir).is_dir():
             raise UserError(f"--config-dir {config_dir} is not a folder")
+        for path in Path(config_dir).rglob("*.yaml"):
+            read_yaml(path, dict[str, Any])  # Hydra does not say which file is no settings
         extra = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
     try:
         with initialize_config_module("longspec.conf", version_base="1.3"):
             return compose("train", [*overrides, *extra])
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"settings: {_reason(error)}") from error
 
 
@@ -200,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     try:
         return run(parser.parse_args(argv))
-    except UserError as error:
-        print(f"longspec: error: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        text = repr(" ".join(str(error).split()))[1:-1]  # one line, without control characters
+        print(f"longspec: error: {text}", file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ import contextlib
 import io
 import logging
 import os
+import shutil
 import socket
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspec.errors import UserError
+from longspec.errors import UserError, shown
 from longspec.models.draft import GlideDraft
 from longspec.models.target import Transformer
 from longspec.train.parallel import check_tp, split_target
@@ -91,6 +92,27 @@ def local_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def zero_stage(settings: dict[str, Any]) -> int:
+    """The ZeRO stage that DeepSpeed's settings name."""
+    zero = settings.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else zero
+    if stage not in (0, 1, 2, 3):
+        raise UserError(
+            f"deepspeed.config: zero_optimization is {shown(zero)}; a stage from 0 to 3 is needed in it"
+        )
+    return int(stage)
+
+
+@contextlib.contextmanager
+def _settings_explained() -> Iterator[None]:
+    """Say whose settings they are that DeepSpeed cannot use."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, KeyError, AssertionError) as error:
+        reason = shown(" ".join(str(error).split()), quoted=False) or type(error).__name__
+        raise UserError(f"DeepSpeed refuses the settings in deepspeed.config: {reason}") from error
+
+
 class TrainingEngine:
     """The draft's optimizer over all processes, and the target as they share it."""
 
@@ -105,14 +127,14 @@ class TrainingEngine:
     ) -> None:
         self.processes, self.device = processes, device
         self._module, self._target = draft, target
-        zero = settings.get("zero_optimization", {}).get("stage", 0)
+        zero = zero_stage(settings)
         check_tp(target.config, processes.tp_size, processes.world_size, zero)
         deepspeed = _deepspeed()
         if stage.optimizer == "muon" and device.type == "cpu":
             # DeepSpeed compiles Muon, which on a CPU needs a C++ compiler that may be missing.
             torch.compiler.set_stance("force_eager")
         # DeepSpeed's optimizers print to standard output, which is for the program's results.
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), _settings_explained():
             self.draft, self._optimizer, _, _ = deepspeed.initialize(
                 model=draft,
                 model_parameters=[weight for weight in draft.parameters() if weight.requires_grad],
@@ -126,11 +148,6 @@ class TrainingEngine:
             self.run_target = deepspeed.initialize(model=target, config=_inference_config(settings, draft))[0]
         elif processes.tp_size > 1:
             self.whole = split_target(target, processes.tp_size, device)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether this process holds only a part of the target's weights."""
-        return self._partitioned or self.processes.tp_size > 1
 
     @contextlib.contextmanager
     def gather(self, weights: list[Tensor]) -> Iterator[None]:
@@ -172,7 +189,17 @@ class TrainingEngine:
 
     def save(self, folder: Path) -> None:
         """Write what `load` needs; every process its part."""
-        self.draft.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+        try:
+            self.draft.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+        except RuntimeError as error:
+            if "inline_container" not in str(error):
+                raise
+            # torch's own writer, which does not say why; hardly anything but the disk can be the reason.
+            free = shutil.disk_usage(folder).free
+            raise UserError(
+                f"cannot write {folder}: its disk has {free / 1e6:,.1f} MB left; make room and go on with "
+                "resume=latest"
+            ) from error
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote."""

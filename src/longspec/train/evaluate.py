@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from longspec.attention import choose_backend
 from longspec.data.collate import collate
 from longspec.data.shards import Packed, Role
 from longspec.decoding.methods import VANILLA
 from longspec.engine.make import make_engine
 from longspec.engine.memory import kv_bytes
 from longspec.engine.sequence import Sequence
+from longspec.errors import UserError
 from longspec.models.files import write_whole
 from longspec.models.target import Transformer
 from longspec.records import read_record
@@ -68,28 +68,17 @@ def continuations(
     prompts: list[list[int]],
     num_tokens: int,
     eos_ids: frozenset[int],
-    is_sharded: bool = False,
 ) -> list[Continuation]:
-    """Let the target continue each prompt greedily.
-
-    If the target is sharded, every process must call this with the same prompts. Its weights are complete
-    only inside its modules, so our own kernels cannot read them.
-    """
+    """Let the target continue each prompt greedily. If it is sharded, all processes must do this together."""
     texts = [Sequence(prompt, num_tokens, eos_ids=eos_ids, method=VANILLA) for prompt in prompts]
     longest, num_rows = max(text.limit for text in texts), min(len(texts), _ROWS)
     # Not by the free memory, because all processes must do the same work in the same order.
     pages = kv_bytes(target.config, target.dtype, num_rows, longest)
-    backend = target.attention
-    if is_sharded:
-        target.attention = choose_backend("torch")
-    try:
-        # The layers compiled for training would be compiled again for each of the many shapes of decoding.
-        with torch.compiler.set_stance("force_eager"):
-            engine = make_engine(target, max_length=longest, max_rows=num_rows, kv_memory=pages)
-            for _ in engine.run_each(texts):
-                pass
-    finally:
-        target.attention = backend
+    # The layers compiled for training would be compiled again for each of the many shapes of decoding.
+    with torch.compiler.set_stance("force_eager"):
+        engine = make_engine(target, max_length=longest, max_rows=num_rows, kv_memory=pages)
+        for _ in engine.run_each(texts):
+            pass
     return [Continuation(text.prompt, text.tokens) for text in texts]
 
 
@@ -97,8 +86,11 @@ def save_continuations(path: Path, texts: list[Continuation]) -> None:
     write_whole(path, json.dumps([asdict(text) for text in texts]).encode())
 
 
-def load_continuations(path: Path) -> list[Continuation]:
-    return read_record(path, list[Continuation])
+def load_continuations(path: Path, vocab_size: int) -> list[Continuation]:
+    found = read_record(path, list[Continuation])
+    if not all(0 <= token < vocab_size for text in found for token in (*text.prompt, *text.tokens)):
+        raise UserError(f"{path} has tokens outside the target's vocabulary of {vocab_size}: remove it")
+    return found
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import io
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
@@ -14,12 +14,20 @@ import yaml
 from longspec import hub
 from longspec.data.shards import Source, merged, read_info
 from longspec.errors import UserError
-from longspec.models.draft_files import PUBLISHED_FILE, DraftRecord, read_draft_config, read_draft_record
+from longspec.models.draft_files import (
+    PUBLISHED_FILE,
+    DraftRecord,
+    read_draft_config,
+    read_draft_record,
+    read_tensors,
+)
 from longspec.models.files import write_whole
 from longspec.models.placement import pick_device, pick_dtype
+from longspec.records import read_yaml
 from longspec.train.checkpoints import newest_of, read_state, stage_runs
 from longspec.train.report import read_metrics
-from longspec.train.trainer import CONFIG
+from longspec.train.schema import RunSettings
+from longspec.train.trainer import CONFIG, read_settings
 
 TRAINING = "training.yaml"
 _PRIVATE = ("run", "resume", "saving", "logger", "stages")
@@ -33,7 +41,7 @@ _TOKENIZER_FILES = (
 class Stage:
     """One stage of a draft's training: its settings and its results."""
 
-    settings: dict[str, Any]
+    settings: RunSettings
     step: int
     tokens: int
     loss: float | None
@@ -44,7 +52,7 @@ class Stage:
 
 def export(run: Path, output: Path, dtype: str = "auto") -> Path:
     """Write the draft of a run's newest checkpoint to `output`: completely or not at all."""
-    from safetensors.torch import load_file, save
+    from safetensors.torch import save
 
     checkpoint = newest_of(run)
     if output.exists() and any(output.iterdir()):
@@ -55,7 +63,7 @@ def export(run: Path, output: Path, dtype: str = "auto") -> Path:
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     try:
-        tensors = load_file(checkpoint / "draft" / "model.safetensors")
+        tensors = read_tensors(checkpoint / "draft")
         wanted = last["target"]["dtype"] if dtype == "auto" else dtype
         export_dtype = pick_dtype(wanted, pick_device("auto"))
         cast = {name: t.to(export_dtype) if t.is_floating_point() else t for name, t in tensors.items()}
@@ -88,29 +96,18 @@ def _stages(run: Path) -> list[Stage]:
     following: Path | None = run
     while following is not None and (following / CONFIG).is_file() and following not in runs:
         runs.insert(0, following)
-        start = yaml.safe_load((following / CONFIG).read_text())["draft"]["path"]
+        start = read_settings(following)["draft"]["path"]
         following = None if start is None else Path(start)
         if following is not None and (following / TRAINING).is_file():
-            before = _read_stages(following / TRAINING)  # an exported draft, which lists its own stages
+            before = read_yaml(following / TRAINING, Stage)  # an exported draft lists its own stages
             break
         if following is not None and following.is_dir():
             following = stage_runs(following)[-1] if stage_runs(following) else None
     return [*before, *map(_stage, runs)]
 
 
-def _read_stages(path: Path) -> list[Stage]:
-    try:
-        found = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
-        sources = [[Source(**source) for source in stage.pop("sources")] for stage in found]
-        return [Stage(**stage, sources=own) for stage, own in zip(found, sources, strict=True)]
-    except (yaml.YAMLError, TypeError, AttributeError, KeyError) as error:
-        raise UserError(
-            f"cannot read {path}: {' '.join(str(error).split())}; remove it to export without it"
-        ) from error
-
-
 def _stage(run: Path) -> Stage:
-    config = yaml.safe_load((run / CONFIG).read_text())
+    config = read_settings(run)
     sources = []
     for folder in config["data"]["train"]:
         try:
@@ -133,13 +130,13 @@ def _stage(run: Path) -> Stage:
     )
 
 
-def _public_settings(config: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
+def _public_settings(config: RunSettings, shape: dict[str, Any]) -> RunSettings:
     """The settings without this machine's folders, and with the draft's real shape."""
-    kept = {name: value for name, value in config.items() if name not in _PRIVATE}
+    kept: dict[str, Any] = {name: value for name, value in config.items() if name not in _PRIVATE}
     folders, start = config["data"]["train"], config["draft"]["path"]
     kept["data"] = config["data"] | {"train": [Path(folder).name for folder in folders]}
     kept["draft"] = {"path": start and Path(start).name, **shape}
-    return kept
+    return cast("RunSettings", kept)
 
 
 def _copy_tokenizer(target: str, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longspec.errors import UserError
+from longspec.models.files import write_whole
 from longspec.progress import rich_bar
 from longspec.train.checkpoints import stage_runs
 from longspec.train.schema import LoggerSettings
 
 Values = dict[str, Any]
 METRICS = "metrics.jsonl"
+_FIGURES = ("step", "loss", "target_loss", "eval_tau")
 
 
 class Logger(Protocol):
@@ -31,12 +34,16 @@ class MetricsFile:
 
     def __init__(self, path: Path, first_step: int) -> None:
         kept = [] if not first_step else [line for line in read_metrics(path) if line["step"] <= first_step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._file = open(path, "a")  # noqa: SIM115 - closed by close()
 
     def log(self, step: int, values: Values) -> None:
-        self._file.write(json.dumps({"step": step} | values) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step} | values) + "\n")
+            self._file.flush()
+        except OSError as error:
+            error.filename = self._file.name  # a failed write does not name its file
+            raise
 
     def close(self) -> None:
         self._file.close()
@@ -104,9 +111,13 @@ def read_metrics(path: Path) -> list[Values]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, RecursionError):  # only the last line can be incomplete
             values = json.loads(line)  # not with `records`, because the loss of a failed run is NaN
-            if isinstance(values, dict) and isinstance(values.get("step"), int):
-                lines.append(values)
+            if isinstance(values, dict) and all(_is_number(values.get(name, 0)) for name in _FIGURES):
+                lines += [values] if "step" in values else []
     return lines
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not abs(value) > 2**53
 
 
 def flat(values: Values) -> dict[str, float]:
@@ -163,7 +174,8 @@ def plot(run: Path, output: Path | None = None) -> Path:
     offset = 0
     for index, (folder, lines) in enumerate(runs):
         name = folder.name if len(runs) > 1 else ""
-        _draw_loss(loss, [line for line in lines if "loss" in line], offset, index, name)
+        with_loss = [line for line in lines if {"loss", "target_loss"} <= line.keys()]
+        _draw_loss(loss, with_loss, offset, index, name)
         _draw_tau(acceptance, [line for line in lines if "eval_tau" in line], offset, index, name)
         offset += max((line["step"] for line in lines), default=0)
     loss.set(xlabel="step", ylabel="loss")
@@ -173,7 +185,9 @@ def plot(run: Path, output: Path | None = None) -> Path:
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     path = output or run / "plot.png"
-    figure.savefig(path, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120)
+    write_whole(path, picture.getvalue())
     return path
 
 

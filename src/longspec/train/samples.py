@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspec.data.shards import Dataset, Packed
-from longspec.errors import UserError
+from longspec.errors import UserError, shown
 
 
 class Mixture:
@@ -21,6 +21,9 @@ class Mixture:
     def __init__(self, folders: Sequence[str], seq_length: int) -> None:
         if not folders:
             raise UserError("data.train names no dataset; give folders that `longspec data` made")
+        for folder in folders:
+            if not isinstance(folder, str):  # OmegaConf does not look into lists of lists
+                raise UserError(f"data.train names {shown(folder)}; a folder is needed")
         self.datasets = [Dataset(Path(folder)) for folder in folders]
         self._joined: list[int] = []
         for dataset in self.datasets:

@@ -12,23 +12,24 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from transformers import set_seed
 
 from longspec.data.collate import collate
 from longspec.errors import UserError, check_same
 from longspec.models.draft import GlideDraft
 from longspec.models.draft_files import Fingerprint, save_draft
-from longspec.models.files import write_whole
-from longspec.records import as_record
+from longspec.models.files import clear_unfinished, write_whole
+from longspec.records import as_record, read_yaml
 from longspec.train import checkpoints, evaluate
 from longspec.train.build import Parts, build
 from longspec.train.compiled import compile_layers
-from longspec.train.engine import Processes, TrainingEngine, join, local_device
+from longspec.train.engine import Processes, TrainingEngine, join, local_device, zero_stage
 from longspec.train.layout import Layout, head_rows, lay_out
 from longspec.train.losses import one_chunk
 from longspec.train.objective import Objective, Outcome
 from longspec.train.report import Logger, make_loggers, training_bar
 from longspec.train.samples import Order
-from longspec.train.schema import StageSettings, TrainSettings
+from longspec.train.schema import RunSettings, StageSettings, TrainSettings
 
 CONFIG = "config.yaml"
 # Settings that may change when a run is resumed, because they do not change the weights.
@@ -61,9 +62,10 @@ def train(config: DictConfig) -> Path:
     settings: TrainSettings = OmegaConf.to_object(config)  # type: ignore[assignment]
     device = local_device(settings.target.device)
     processes = join(device, settings.target.tp_size)
-    zero = settings.deepspeed.config.get("zero_optimization", {}).get("stage", 0)
+    zero = zero_stage(settings.deepspeed.config)
     _check_run(Path(settings.run), settings, config)
     parts = build(settings, device, zero == 3 or settings.target.tp_size > 1)
+    set_seed(settings.seed)
     trainer = Trainer(settings, config, parts, processes, device)
     return trainer.run()
 
@@ -76,10 +78,18 @@ def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
         return
     if settings.resume is None:
         raise UserError(f"{run} already has a run: continue with resume=latest, or give another run=FOLDER")
-    before: Any = OmegaConf.to_container(OmegaConf.load(run / CONFIG))
+    before: Any = read_settings(run)
     now: Any = OmegaConf.to_container(config, resolve=True)
     fixed = [name for name in now if name not in _FREE]
     check_same(run, {name: before.get(name) for name in fixed}, {name: now[name] for name in fixed})
+
+
+def read_settings(run: Path) -> RunSettings:
+    """The settings that a run started with."""
+    found = read_yaml(run / CONFIG, RunSettings)
+    if len(found) != 1:
+        raise UserError(f"cannot read {run / CONFIG}: it has {len(found)} documents; one is needed")
+    return found[0]
 
 
 class Trainer:
@@ -169,7 +179,8 @@ class Trainer:
         """Make the folder, or load its newest checkpoint; returns the first step to do."""
         if self.processes.first:
             self.folder.mkdir(parents=True, exist_ok=True)
-            checkpoints.sweep(self.folder)
+            clear_unfinished(self.folder)
+            checkpoints.sweep(self.folder, self.settings.saving.keep)
         checkpoint = checkpoints.newest(self.folder) if self.settings.resume == "latest" else None
         if self.processes.first and not (self.folder / CONFIG).is_file():
             resolved = OmegaConf.to_yaml(self.config, resolve=True)
@@ -183,7 +194,8 @@ class Trainer:
                 f"the checkpoint {checkpoint} was written by {state.world_size} processes; resume with as "
                 f"many, not {self.processes.world_size}"
             )
-        self.engine.load(checkpoint)
+        with checkpoints.explained(checkpoint):
+            self.engine.load(checkpoint)
         checkpoints.load_random_states(checkpoint / f"random-{self.processes.rank}.pt")
         if state.acceptance:
             self.acceptance = as_record(state.acceptance, evaluate.Acceptance, checkpoint)
@@ -288,15 +300,13 @@ class Trainer:
             return []
         path = self.folder / "held_out.json"
         if path.is_file():
-            return evaluate.load_continuations(path)
+            return evaluate.load_continuations(path, self.parts.pair.target.config.vocab_size)
         mixture, wanted = self.parts.mixture, self.settings.evaluation
         held_out = [mixture[index] for index in range(self.order.num_sequences, len(mixture))]
         prompts = evaluate.prompts_of(held_out, wanted.prompt_tokens)
         target = self.parts.pair.target
         with self.engine.gather([target.embedding, target.head.weight]):
-            texts = evaluate.continuations(
-                target, prompts, wanted.new_tokens, self.parts.pair.eos_ids, self.engine.is_sharded
-            )
+            texts = evaluate.continuations(target, prompts, wanted.new_tokens, self.parts.pair.eos_ids)
         self.engine.wait()
         if self.processes.first:
             evaluate.save_continuations(path, texts)
@@ -309,7 +319,15 @@ class Trainer:
         return make_loggers(self.folder, self.settings.logger, config, first)
 
     def _save(self, step: int) -> None:
-        """Write a checkpoint; all processes take part."""
+        """Write a checkpoint, of which nothing is left if that fails; all processes take part."""
+        try:
+            self._write_checkpoint(step)
+        except BaseException:
+            if self.processes.first:
+                checkpoints.sweep(self.folder, self.settings.saving.keep)
+            raise
+
+    def _write_checkpoint(self, step: int) -> None:
         building = checkpoints.building_folder(self.folder, step)
         if self.processes.first:
             building.mkdir(parents=True)

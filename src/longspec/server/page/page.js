@@ -2,7 +2,7 @@
 
 const $ = (id) => document.getElementById(id);
 const ROUNDS_SHOWN = 60;
-const messages = [];
+let messages = [];
 let running = null;
 
 // --- the server ---
@@ -208,9 +208,10 @@ const send = () => exclusively(async (signal) => {
   const question = takeQuestion();
   if (!question) return;
   const body = bodyFor(question);
+  const conversation = messages; // another one may have begun when the answer is there
   bubble("user", question);
   const tally = await stream(body, ...bubble("assistant", ""), signal);
-  messages.push({ role: "user", content: question }, { role: "assistant", content: tally.text });
+  conversation.push({ role: "user", content: question }, { role: "assistant", content: tally.text });
 });
 
 // One after the other, because side by side each would slow the other down.
@@ -231,6 +232,7 @@ const race = () => exclusively(async (signal) => {
   if (signal.aborted) return;
   const ratio = vanilla.speed ? (ours.speed / vanilla.speed).toFixed(2) : "–";
   const same = ours.text === vanilla.text ? "the same words" : "other words";
+  showStrip(ours);
   $("verdict").textContent = `${body.method} is ${ratio} times as fast as vanilla, with ${same}.`;
 });
 
@@ -258,7 +260,7 @@ $("stop").addEventListener("click", () => running?.abort());
 $("start-race").addEventListener("click", race);
 $("clear").addEventListener("click", () => {
   running?.abort();
-  messages.length = 0;
+  messages = [];
   $("log").replaceChildren();
   $("race").hidden = true;
   $("prompt").focus();

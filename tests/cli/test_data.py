@@ -42,7 +42,7 @@ def test_killed_and_started_again_it_is_as_if_nothing_had_been(
     assert process.returncode == -signal.SIGKILL
     assert main(["data", "info", str(tmp_path / "killed")]) == 2, "it is not finished"
     capsys.readouterr()
-    (tmp_path / "killed" / ".prepare.json-half").write_text("{")  # as if killed a moment later
+    (tmp_path / "killed" / ".writing-prepare.json-half").write_text("{")  # as if killed a moment later
     kept = (tmp_path / "killed" / "shard-00001" / "tokens.npy").stat().st_mtime_ns
     assert main([*command[3:], str(tmp_path / "killed"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["documents"] == 1200

@@ -19,14 +19,15 @@ from benchmarks.training import measure_training, report
 from longspec.bench.plots import can_draw
 from longspec.cli.arguments import (
     add_device,
-    add_tree_shape,
+    add_options,
     number,
     positive_number,
     whole_number,
     whole_numbers,
 )
 from longspec.cli.command import Command, Parser, add_commands
-from longspec.config import DEFAULT_TREE, DraftConfig
+from longspec.config import DraftConfig
+from longspec.decoding.methods import Tree
 from longspec.decoding.sampling import Sampling
 from longspec.errors import UserError
 from longspec.progress import count_bar
@@ -56,7 +57,7 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"{what}; one or more ({default})",
         )
-    add_tree_shape(parser, DEFAULT_TREE)
+    add_options(parser, Tree, "tree_shape")
     parser.add_argument(
         "--max-nodes",
         default="64",

@@ -51,7 +51,7 @@ def test_a_prompt_has_many_forms(tiny: LongSpec) -> None:
         ([1.5], {}, "a token id is 1.5"),
         ([True], {}, "a token id is True"),
         (torch.tensor([0.5]), {}, "a token id is 0.5"),
-        ("\ud800", {}, r"not valid Unicode: it holds '\\ud800'"),
+        ("\ud800", {}, r"not valid Unicode: it has '\\ud800'"),
         ([{"role": "user", "content": "\udcff"}], {}, "not valid Unicode"),
         ("Hi", {"max_new_tokens": 2.5}, "max_new_tokens is 2.5"),
         ("Hi", {"seed": 1.5}, "seed is 1.5"),
@@ -73,7 +73,7 @@ def test_what_has_no_meaning_is_refused_by_name(
 
 
 def test_stream_takes_one_prompt_and_says_that_it_runs(tiny: LongSpec) -> None:
-    with pytest.raises(UserError, match="given 2; use generate"):
+    with pytest.raises(UserError, match="got 2; use generate"):
         tiny.stream(["a", "b"])  # type: ignore[arg-type]
     stream = tiny.stream(torch.tensor(IDS), max_new_tokens=5, eos_ids=())
     next(stream)

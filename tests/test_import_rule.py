@@ -13,7 +13,7 @@ ROOT = Path(longspec.__file__).parent
 # A module may import from its own level and from those before it.
 LEVELS: list[set[str]] = [
     {"errors", "__init__"},
-    {"config", "generation", "progress", "records", "template_process", "templates", "text"},
+    {"config", "generation", "option", "progress", "records", "template_process", "templates", "text"},
     {"prompts"},
     {"hub"},
     {"kernels"},

@@ -1,4 +1,4 @@
-"""The front door: load a target, generate, stream."""
+"""The Python interface: load a target, generate, stream."""
 
 from __future__ import annotations
 
@@ -31,31 +31,27 @@ from longspec.models.files import eos_ids, read_config, read_generation_config
 from longspec.models.int8 import check_draft_dtype, round_linears, wants_int8
 from longspec.models.layers import pack_linears
 from longspec.models.load import load_target
-from longspec.models.placement import (
-    check_fits,
-    gigabytes,
-    memory_explained,
-    pick_device,
-    pick_dtype,
-)
+from longspec.models.placement import check_fits, gigabytes, memory_explained, pick_device, pick_dtype
 from longspec.models.target import Transformer
 from longspec.options import Options, Settings, read_options, room_for, seeds_for
 from longspec.progress import byte_bar
 from longspec.prompts import Prompt, PromptEncoder, split_batch
 from longspec.text import TextStream
 
-# Of a draft's vocabulary, most frequent first, a CPU reads so much; the context's own words come beside it.
+# A CPU uses only this many of a draft's tokens, the most frequent ones; the context's own tokens are added.
 _CPU_VOCAB = 8192
 _WAY_OUT = (
-    "shorten the prompt, lower max_new_tokens, give fewer prompts at once, or load the target in a smaller "
+    "shorten the prompt, lower max_new_tokens, give fewer prompts at once, or load the target with a smaller "
     "dtype or on another device"
 )
-_SMALLER = "free some, or take a smaller dtype, a smaller target or another device"
+_Drafting = tuple[GlideDraft | None, DraftHead | None, dict[str, Any]]
+"""A draft, its head and its measured acceptance."""
+_SMALLER = "free some memory, or use a smaller dtype, a smaller target or another device"
 
 
 @dataclass(frozen=True)
 class SequenceMaker:
-    """Makes sequences of what users ask for; it needs no engine, and can be sent to another process."""
+    """Makes sequences from prompts and options. It needs no engine, and can be sent to another process."""
 
     encoder: PromptEncoder
     defaults: Sampling
@@ -64,7 +60,7 @@ class SequenceMaker:
     max_length: int
 
     def make(self, prompts: Many[Prompt], settings: Settings) -> tuple[list[Sequence], list[TextStream]]:
-        """A sequence for each prompt, and the text that its tokens become."""
+        """A sequence for each prompt, and the `TextStream` of its answer."""
         if not prompts:
             raise UserError("there are no prompts; give at least one")
         sampling = Sampling(**(vars(self.defaults) | settings.sampling))
@@ -74,7 +70,7 @@ class SequenceMaker:
             tokens = self.encoder.encode(prompt, settings.raw, self.vocab_size)
             room = room_for(self.max_length, len(tokens), settings.max_new_tokens)
             text = TextStream(self.encoder.tokenizer, settings.stop)
-            # Only a stop string makes the engine look at the text itself.
+            # The engine looks at the text only if there are stop strings.
             check = text.push_and_check if settings.stop else None
             sequence = Sequence(
                 tokens, room, sampling, seed, eos_ids, settings.method, check, acceptance=settings.acceptance
@@ -85,11 +81,11 @@ class SequenceMaker:
 
 
 class LongSpec:
-    """A target that is loaded and ready to answer.
+    """A loaded target that is ready to answer.
 
-    Its engine answers many prompts at once; threads may share it. The KV of finished texts stays as long as
-    there is room, so the next turn of a conversation, or another question about the same document, computes
-    only what is new. `reset` lets it go.
+    Its engine answers many prompts at once; threads may share it. The KV of finished texts stays while there
+    is room. So the next turn of a conversation, or another question about the same document, computes only
+    what is new. `reset` drops that KV.
     """
 
     def __init__(
@@ -125,54 +121,46 @@ class LongSpec:
     ) -> LongSpec:
         """Load a target by short name, hub id, folder or .gguf file, and a draft by hub id, folder or .pth.
 
-        Without `draft`, a target of the table (`longspec models`) brings its own: the one that comes with
-        this package, or that was published for it; "none" is none. A short name stands for the package's
-        draft, also for a fine-tuned target of the same shape.
+        Without `draft`, a target with a short name (`longspec models`) uses its own draft: the one in this
+        package, or the published one. "none" means no draft. A short name as `draft` means this package's
+        draft; it also works for a fine-tuned target of the same shape.
 
         dtype and device are torch's, or their names; "auto" is bfloat16 on a GPU and float32 on a CPU.
-        max_length bounds prompt plus answer; the default is what the model was made for, or what fits.
-        max_rows is how many prompts run at once, and kv_memory how many bytes their KV may take; both follow
-        the device where they are left out. Method "auto" wants this machine measured, which is done here,
-        once, unless `calibrate` is off. attention names a backend: "triton", which "auto" is on a GPU,
-        replays whole rounds as CUDA graphs. draft_dtype "int8" rounds the draft's weights, which "auto" does
-        on a CPU; "target" leaves them in the target's type. With `exact`, for half precision on a GPU, all
-        methods say the same words there too, whatever runs beside; rounds take a little longer.
+        max_length limits prompt plus answer; the default is the model's limit, or what fits. max_rows is how
+        many prompts run at once, and kv_memory how many bytes their KV may take; the defaults depend on the
+        device. Method "auto" needs measurements of this machine; they are made here, once, unless `calibrate`
+        is False. attention names a backend: "triton", the default on a GPU, replays whole rounds as CUDA
+        graphs. draft_dtype "int8" rounds the draft's weights, which is the default on a CPU; "target" keeps
+        the target's dtype. `exact` is for half precision on a GPU: with it all methods give the same words
+        there too, whatever runs at the same time, and rounds take a little longer.
         """
         backend = choose_backend(attention)
-        check_draft_dtype(draft_dtype)  # told before a long load
-        target, place = name_of("target", target), pick_device(device)
-        kind = pick_dtype(dtype, place)
+        check_draft_dtype(draft_dtype)  # before a long load
+        target, device = name_of("target", target), pick_device(device)
+        dtype = pick_dtype(dtype, device)
         find = partial(hub.resolve, target, revision=revision, offline=offline, progress=progress)
-        # The config alone comes first: what cannot fit is refused before its weights are fetched.
+        # Fetch only the config first, so that a target that cannot fit is refused before its weights come.
         shape = find(config_only=True)
         entry, config = shape.entry, read_config(shape.folder, shape.config)
         limit = _pick_max_length(max_length, entry.context if entry else config.max_length)
-        wanted = name_of("draft", draft) if draft else hub.default_draft(entry)
-        check_fits(target, config, kind, place)
-        files = find()
-        folder = files.folder
-        defaults, told = _read_defaults(folder), eos_ids(folder)
+        draft_name = name_of("draft", draft) if draft else hub.default_draft(entry) or "none"
+        check_fits(target, config, dtype, device)
+        folder = find().folder
+        defaults = _read_defaults(folder)
         encoder = PromptEncoder(folder, entry.chat_template if entry else None)
-        ends = told | {encoder.tokenizer.eos_token_id, entry.eos_id if entry else None}
-        model = _load_model(target, folder, config, place, kind, progress)
+        answer_ends = _find_eos_ids(folder, encoder, entry)
+        model = _load_model(target, folder, config, device, dtype, progress)
         model.attention = backend
-        drafting: tuple[GlideDraft | None, DraftHead | None] = (None, None)
-        acceptance: dict[str, Any] = {}
-        if wanted and wanted != "none":
-            path = hub.resolve_draft(wanted, offline=offline, progress=progress)
-            drafting, acceptance = _load_drafting(path, model, files.name, draft_dtype)
+        drafting: _Drafting = (None, None, {})
+        if draft_name != "none":
+            path = hub.resolve_draft(draft_name, offline=offline, progress=progress)
+            drafting = _load_drafting(path, model, target, draft_dtype)
         engine = make_engine(
-            model, *drafting, acceptance, max_length=max_length, limit=limit, max_rows=max_rows,
-            kv_memory=kv_memory, exact=exact,
+            model, *drafting, max_length=max_length, limit=limit, max_rows=max_rows, kv_memory=kv_memory,
+            exact=exact,
         )  # fmt: skip
-        loaded = cls(
-            engine,
-            encoder,
-            files.name,
-            defaults,
-            frozenset(end for end in ends if end is not None),
-            wanted if drafting[0] else None,
-        )
+        used_draft = None if draft_name == "none" else draft_name
+        loaded = cls(engine, encoder, target, defaults, answer_ends, used_draft)
         if calibrate:
             loaded.calibrate(progress)
         else:
@@ -180,8 +168,8 @@ class LongSpec:
         return loaded
 
     def calibrate(self, progress: bool = False) -> None:
-        """Measure this machine for method "auto", unless that was done before. Ctrl-C stops the measuring
-        and leaves the model as it was."""
+        """Measure this machine for method "auto", unless that was done before. Ctrl-C stops the measurement
+        and does not change the model."""
         with self.engine.paused() as rows:
             costs = known_costs(rows, self.engine.candidates, self.engine.width, progress)
         self.engine.adopt(costs)
@@ -189,7 +177,6 @@ class LongSpec:
 
     @property
     def maker(self) -> SequenceMaker:
-        """What makes sequences for its engine."""
         size, room = self.target.config.vocab_size, self.engine.max_length
         return SequenceMaker(self.encoder, self.defaults, self.eos_ids, size, room)
 
@@ -200,7 +187,6 @@ class LongSpec:
 
     @property
     def target(self) -> Transformer:
-        """The target itself."""
         return self.engine.models.target
 
     @overload
@@ -214,10 +200,10 @@ class LongSpec:
     def generate(
         self, prompt: Prompt | Many[Prompt], **options: Unpack[Options]
     ) -> Generation | list[Generation]:
-        """Answer one prompt, or a list of them side by side; see `Options` for what can be set.
+        """Answer one prompt, or a list of prompts at the same time. `Options` lists what can be set.
 
-        A prompt is a text, a message or a list of them, or token ids (a list or an array); texts go through
-        the chat template unless `raw=True`.
+        A prompt is a text, a message or a list of messages, or token ids (a list or an array). Texts use the
+        chat template unless `raw=True`.
         """
         prompts, batch = split_batch(prompt)
         sequences, texts = self.maker.make(prompts, read_options(options))
@@ -227,15 +213,15 @@ class LongSpec:
         return results if batch else results[0]
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
-        """Answer one prompt piece by piece; options as for `generate`."""
+        """Answer one prompt piece by piece, with the options of `generate`."""
         prompts, batch = split_batch(prompt)
         if batch:
-            raise UserError(f"stream takes one prompt and was given {len(prompts)}; use generate for several")
+            raise UserError(f"stream takes one prompt, but got {len(prompts)}; use generate for several")
         (sequence,), (text,) = self.maker.make(prompts, read_options(options))
         return Stream(self, sequence, text)
 
     def reset(self) -> None:
-        """Forget the KV of all finished texts."""
+        """Drop the KV of all finished texts."""
         self.engine.forget()
 
     def _memory_explained(self, sequences: list[Sequence]) -> AbstractContextManager[None]:
@@ -245,7 +231,7 @@ class LongSpec:
         return memory_explained(asked, _WAY_OUT)
 
     def _result(self, sequence: Sequence, text: TextStream) -> Generation:
-        """What a sequence has said so far."""
+        """The answer of a sequence so far."""
         method = self.engine.main_method(sequence)
         text.catch_up(sequence.tokens, sequence.finished)
         done = sequence.finished_at or time.perf_counter()
@@ -276,7 +262,7 @@ class LongSpec:
 class Stream:
     """Iterate over it for pieces of text; afterwards `result` has the whole answer and the figures.
 
-    Closing it early, or leaving its `with` block, frees what it held; `result` then tells what came so far.
+    `close`, or the end of its `with` block, stops the answer early; `result` then has what came so far.
     """
 
     def __init__(self, model: LongSpec, sequence: Sequence, text: TextStream) -> None:
@@ -296,17 +282,17 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """Stop here."""
+        """Stop the answer."""
         self._pieces.close()
 
     @property
     def result(self) -> Generation:
-        """The answer so far, or whole once the stream is at its end."""
+        """The answer so far; the whole answer at the end of the stream."""
         return self._model._result(self._sequence, self._text)
 
 
 def _pieces(model: LongSpec, sequence: Sequence, text: TextStream) -> Generator[str]:
-    """A stream's text. It knows nothing of the stream, so that one nobody holds any more is freed at once."""
+    """The text of a stream. It holds no reference to the `Stream`, so an unused stream is freed at once."""
     known = given = 0
 
     def has_news() -> bool:
@@ -329,7 +315,7 @@ def _pieces(model: LongSpec, sequence: Sequence, text: TextStream) -> Generator[
 
 
 def name_of(what: str, given: Any) -> str:
-    """A target or a draft as a text: a name or a path."""
+    """The name or path of a target or a draft, as a str."""
     try:
         name = os.fspath(given)
     except TypeError:
@@ -342,7 +328,6 @@ def name_of(what: str, given: Any) -> str:
 def _load_model(
     name: str, folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: bool
 ) -> Transformer:
-    """The target, from the files that are there."""
     num_bytes = config.num_parameters * dtype.itemsize
     what = f"the {gigabytes(num_bytes)} of {name} in {str(dtype).removeprefix('torch.')} on {device}"
     with (
@@ -356,7 +341,7 @@ def _load_model(
 def prepare_draft(
     draft: GlideDraft, target: Transformer, draft_dtype: str = "auto"
 ) -> tuple[GlideDraft, DraftHead]:
-    """A draft ready to decode with, and the target's head as it uses it."""
+    """The draft, ready for decoding, and its part of the target's head."""
     draft.requires_grad_(False).eval()
     int8 = wants_int8(draft_dtype, draft)
     if int8:
@@ -368,13 +353,10 @@ def prepare_draft(
     return draft, DraftHead(target, ids, int8)
 
 
-def _load_drafting(
-    path: Path, target: Transformer, target_name: str, draft_dtype: str
-) -> tuple[tuple[GlideDraft, DraftHead], dict[str, Any]]:
-    """The draft and its head, and what is known of its acceptance."""
-    with memory_explained(f"the draft {path} beside {target_name} on {target.device}", _SMALLER):
+def _load_drafting(path: Path, target: Transformer, target_name: str, draft_dtype: str) -> _Drafting:
+    with memory_explained(f"the draft {path} next to {target_name} on {target.device}", _SMALLER):
         loaded = load_draft(path, target, target_name)
-        return prepare_draft(loaded.draft, target, draft_dtype), loaded.acceptance
+        return *prepare_draft(loaded.draft, target, draft_dtype), loaded.acceptance
 
 
 def _read_defaults(folder: Path) -> Sampling:
@@ -383,10 +365,16 @@ def _read_defaults(folder: Path) -> Sampling:
         return Sampling.from_generation_config(values)
 
 
+def _find_eos_ids(folder: Path, encoder: PromptEncoder, entry: hub.ModelEntry | None) -> frozenset[int]:
+    """The tokens that end an answer, from the model's files, its tokenizer and our table."""
+    found = {*eos_ids(folder), encoder.tokenizer.eos_token_id, entry.eos_id if entry else None}
+    return frozenset(one for one in found if one is not None)
+
+
 def _pick_max_length(wanted: int | None, limit: int) -> int:
     if wanted is None:
         return limit
     wanted = whole_number("max_length", wanted)
     if not 2 <= wanted <= limit:
-        raise UserError(f"max_length {wanted} must lie between 2 and the target's limit of {limit} tokens")
+        raise UserError(f"max_length {wanted} must be between 2 and the target's limit of {limit} tokens")
     return wanted

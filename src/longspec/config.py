@@ -1,4 +1,4 @@
-"""The shapes of a target and of a draft: read once, and never changed afterwards."""
+"""The shapes of a target and of a draft. They never change."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ DEFAULT_TREE = (4, 16, 16, 16, 11)
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: the base frequency and how it is stretched to longer contexts."""
+    """Rotary position embedding: the base frequency and how it is scaled to longer contexts."""
 
     theta: float = 10000.0
     kind: str = "default"
     factor: float = 1.0
     original_length: int = 0
-    """Context the model was trained on before stretching (llama3 and yarn)."""
+    """The context that the model was trained on before scaling (llama3 and yarn)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """What yarn multiplies cos and sin by; derived from `factor` where the config is silent."""
+    """The factor of cos and sin for yarn; derived from `factor` if the config does not give it."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
@@ -33,8 +33,8 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that `Transformer` needs to know. `longspec.models.families` reads it from a Hugging Face
-    config; families differ in the flags at the end."""
+    """The shape of a `Transformer`. `longspec.models.families` reads it from a Hugging Face config; families
+    differ in the flags at the end."""
 
     family: str
     """Hugging Face's `model_type`."""
@@ -46,7 +46,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_length: int
-    """Context the model was made for, rope scaling included."""
+    """The longest context, with rope scaling."""
     rms_eps: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
     qkv_bias: bool = False
@@ -75,7 +75,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Weights in the model, a tied head counted once."""
+        """A tied head counts once."""
         attention = self.head_dim * (self.num_heads + self.num_kv_heads)
         layer = 2 * self.hidden_size * attention + 3 * self.hidden_size * self.intermediate_size
         layer += 2 * self.hidden_size
@@ -85,26 +85,26 @@ class ModelConfig:
         return self.num_layers * layer + embeddings + self.hidden_size
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Cache bytes that one token of context takes over all layers."""
+        """The bytes of KV of one token, in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """The draft's architecture beyond what it takes from its target; the default is GLIDE as published."""
+    """The draft's architecture; its sizes are those of its target. The default is GLIDE as published."""
 
     window: int = 512
-    """How many positions of its own the draft sees: a key at k from a query at q where q - k < window."""
+    """How far the draft sees its own tokens: a query at q sees a key at k if q - k < window."""
     max_lag: int = 8
-    """The deepest level it was trained to draft."""
+    """The deepest level that it was trained to draft."""
     cross_layers: tuple[int, ...] = (-1,)
-    """The target's layers whose KV it reads; negative ones count from the last."""
+    """The target's layers whose KV it reads; negative numbers count from the last layer."""
     use_feature: bool = False
-    """Whether it is given the target's final hidden state at the newest verified token."""
+    """Whether it reads the target's final hidden state at the newest verified token."""
     qkv_bias: bool = True
     final_norm: bool = False
     draft_vocab: int = 0
-    """How many tokens its head can propose; 0 is the whole vocabulary."""
+    """How many tokens it can propose; 0 is the whole vocabulary."""
     intermediate_size: int = 0
     """The width of its feed-forward; 0 is the target's."""
     lag_gate: bool = False
@@ -129,7 +129,7 @@ class DraftConfig:
             raise UserError("the draft config has lag_gate without use_feature; there is nothing to gate")
 
     def num_parameters(self, target: ModelConfig) -> int:
-        """Weights in the draft, without the target's embedding and head."""
+        """Without the target's embedding and head."""
         hidden, heads = target.hidden_size, target.num_heads * target.head_dim
         num_qkv = heads + 2 * target.num_kv_heads * target.head_dim
         num_cross = len(self.layers_of(target)) * heads
@@ -140,7 +140,6 @@ class DraftConfig:
         return own + bias + feature + hidden * (3 + self.final_norm)
 
     def ffn_size(self, target: ModelConfig) -> int:
-        """How wide its feed-forward is."""
         return self.intermediate_size or target.intermediate_size
 
     def layers_of(self, target: ModelConfig) -> tuple[int, ...]:

@@ -1,23 +1,23 @@
-"""The one exception type that users are meant to read, and the checks that many places share."""
+"""The exception that users see, and checks that many modules share."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
 Entry = TypeVar("Entry")
 
-# Characters of a bad value that an error shows.
+# An error shows this many characters of a bad value.
 _LONGEST = 120
 
 
 class UserError(ValueError):
-    """Something the user can mend: the message names the bad value and the way out, in one line.
+    """Something that the user can fix: one line that names the bad value and the fix.
 
     The command line prints it without a traceback and exits with code 2.
     """
@@ -25,7 +25,7 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def naming(source: object) -> Iterator[None]:
-    """Put where a bad value stands, such as a file, in front of what is said about it."""
+    """Put the source of a bad value, such as a file, in front of the message."""
     try:
         yield
     except UserError as error:
@@ -33,7 +33,7 @@ def naming(source: object) -> Iterator[None]:
 
 
 def shown(value: Any, quoted: bool = True) -> str:
-    """A value as an error names it: on one line, without control characters, and not longer than a line."""
+    """A value for an error message: on one line, without control characters, and not too long."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to write integers of over 4,300 digits
@@ -44,21 +44,26 @@ def shown(value: Any, quoted: bool = True) -> str:
 
 
 def flag(name: str, value: Any) -> bool:
-    """The value, if it is true or false: `bool("no")` would be true."""
+    """The value, if it is True or False. Not `bool(value)`, because `bool("no")` is True."""
     if not isinstance(value, bool):
         raise UserError(f"{name} is {shown(value)}; True or False is needed")
     return value
 
 
 def entry(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
-    """The entry of a table by its name; `what` says in the error what the entries are."""
-    if name not in table:
-        raise UserError(f"the {what} {shown(name)} is unknown: take one of {', '.join(table)}")
+    """The entry of a table by its name; an error names it as `what`."""
+    check_known(what, name, table)
     return table[name]
 
 
+def check_known(what: str, name: Any, names: Collection[str]) -> None:
+    """Refuse a name that is not one of `names`."""
+    if not isinstance(name, str) or name not in names:
+        raise UserError(f"{what} {shown(name)} is unknown; there are: {', '.join(names)}")
+
+
 def check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on in a folder that was begun with other settings."""
+    """Refuse to continue in a folder that was begun with other settings."""
     other = [
         f"{name} was {shown(before.get(name))} and is {shown(now.get(name))}"
         for name in sorted(before.keys() | now.keys())
@@ -71,7 +76,7 @@ def check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
 
 
 def whole_number(name: str, value: Any) -> int:
-    """The value as an int; any library's integers will do, and nothing else."""
+    """The value as an int, if it is an integer of any library."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -91,7 +96,7 @@ def number(name: str, value: Any) -> float:
 
 
 def whole_numbers(name: str, values: Any) -> list[int]:
-    """The same for a list or an array of them."""
+    """The same for a list or an array."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise UserError(f"{name} is {shown(values)}; a list of whole numbers is needed")

@@ -1,4 +1,4 @@
-"""What a generation returns: the text, its tokens and the figures."""
+"""The result of a generation: the text, its tokens and the figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer. Times are those of the whole batch it ran in."""
+    """One answer. Times are from the submission of its prompt."""
 
     text: str
     token_ids: list[int]
@@ -16,21 +16,21 @@ class Generation:
     """"eos", "stop" (a stop string came), "length", "closed" (the stream was closed) or "running"."""
     seed: int
     temperature: float
-    """0 is greedy: the seed then has no effect."""
+    """0 is greedy; then the seed has no effect."""
     prompt_tokens: int
     prefilled_tokens: int
-    """Prompt tokens that had to be computed, over the whole batch; the rest was in the cache."""
+    """Prompt tokens that were computed; the KV of the others was in the cache."""
     rounds: int
     tau: float
     accepted_by_depth: list[int]
     depths: list[int]
-    """How each token came: drafted at this depth and accepted, or, where it is 0, from the target itself."""
+    """The depth at which each token was drafted; 0 if it is the target's own."""
     seconds: float
     prefill_seconds: float
     method: str
-    """What most rounds ran."""
+    """The method of most rounds."""
     label: str
-    """The method with its options, as `bench --methods` takes it: "tree:8x16x16@64+12"."""
+    """The method with its options, as for `bench --methods`: "tree:8x16x16@64+12"."""
     tree_shape: list[int] | None
     """Nodes per depth that the method proposes; None for vanilla."""
     target: str
@@ -40,12 +40,11 @@ class Generation:
 
     @property
     def tokens(self) -> int:
-        """Tokens kept."""
         return len(self.token_ids)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens over the whole time, prefill included."""
+        """All tokens over the whole time, with the prefill."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""The published names, `LlamaGlide` and `Qwen2Glide`: clients of the engine with the published signatures."""
+"""The published classes `LlamaGlide` and `Qwen2Glide`, as clients of the engine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from longspec.models.files import read_config
 from longspec.models.pair import load_pair
 from longspec.models.placement import pick_device, pick_dtype
 
-# What users of `transformers` may ask for, by the backend that does it here.
+# The names of `transformers`, and our backends for them.
 _BACKENDS = {None: "auto", "flash_attention_2": "auto", "sdpa": "torch", "eager": "reference"}
 
-# Rows that run at once; the others wait for one to end.
+# How many rows run at once; the others wait.
 _ROWS = 64
 
 
@@ -48,16 +48,16 @@ class GlideModel(nn.Module):
         device: torch.device | str = "auto",
         seed: int | None = None,
     ) -> None:
-        """Load the target, and the draft at `glide_path`, or make a fresh one from `seed`.
+        """Load the target, and the draft at `glide_path`, or make a new draft from `seed`.
 
-        config is the target's Hugging Face config; None reads the one beside the weights.
+        config is the target's Hugging Face config; None reads config.json.
         """
         super().__init__()
         name = fspath(target_model_path)
         shape = read_config(hub.resolve(name).folder) if config is None else config_from_hf(config)
         if shape.family not in self.families:
             raise UserError(
-                f"{type(self).__name__} is for {' or '.join(self.families)}, and {name} is {shape.family}"
+                f"{type(self).__name__} is for {' or '.join(self.families)}, but {name} is {shape.family}"
             )
         if attn_implementation not in _BACKENDS:
             raise UserError(
@@ -87,10 +87,10 @@ class GlideModel(nn.Module):
         ignore_mismatched_sizes: bool = False,
         **draft: Any,
     ) -> Self:
-        """Load the target at `path` with a draft; what else is given makes a fresh draft's `DraftConfig`.
+        """Load the target at `path` with a draft; other keywords are the `DraftConfig` of a new draft.
 
-        state_dict holds weights for the draft; with `ignore_mismatched_sizes`, those that do not fit are
-        left as they are.
+        state_dict has weights of the draft; with `ignore_mismatched_sizes`, those that do not fit are
+        ignored.
         """
         config = DraftConfig(**draft) if draft else None
         loaded = cls(
@@ -132,7 +132,7 @@ class GlideModel(nn.Module):
         temperature: float = 0.0,
         seed: int = 0,
     ) -> tuple[Tensor, int, int, float, Tensor]:
-        """The draft's chain. Returns tokens, accepted, rounds, seconds, and which tokens were drafted."""
+        """The draft proposes a chain. Returns tokens, accepted, rounds, seconds, and which were drafted."""
         return self._generate(Seq(gamma), input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
 
     def tree_spec_generate(
@@ -145,7 +145,7 @@ class GlideModel(nn.Module):
         temperature: float = 0.0,
         seed: int = 0,
     ) -> tuple[Tensor, int, int, float, Tensor]:
-        """The draft's tree; returns as `spec_generate`."""
+        """The draft proposes a tree. Returns the same as `spec_generate`."""
         tree = Tree(tuple(tree_shape)) if tree_shape else Tree()
         return self._generate(tree, input_ids, prompt_length, max_gen_len, eos_id, temperature, seed)
 
@@ -159,7 +159,7 @@ class GlideModel(nn.Module):
         temperature: float = 0.0,
         seed: int = 0,
     ) -> tuple[Tensor, int, int, float, Tensor]:
-        """The target drafting for itself; returns as `spec_generate`."""
+        """The target proposes itself (MagicDec). Returns the same as `spec_generate`."""
         return self._generate(
             MagicDec(gamma), input_ids, prompt_length, max_gen_len, eos_id, temperature, seed
         )
@@ -184,7 +184,7 @@ class GlideModel(nn.Module):
         ]
         for _ in self._engine_for(rows).run_each(rows):
             pass
-        # From the first token on, so that most of the time of the prompts does not count.
+        # From the first token on, so that most of the prefill does not count.
         seconds = max(row.finished_at for row in rows) - min(row.first_at for row in rows)
         tokens = input_ids.new_zeros(len(rows), max_gen_len)
         drafted = torch.zeros_like(tokens)
@@ -195,9 +195,9 @@ class GlideModel(nn.Module):
         return tokens, int(drafted.sum()), num_rounds, seconds, drafted
 
     def _engine_for(self, rows: list[Sequence]) -> Engine:
-        """The last engine, or a new one where that is too small.
+        """The last engine, or a new one if that is too small.
 
-        It forgets earlier texts, because weights may have changed since.
+        It forgets earlier texts, because weights may have changed since then.
         """
         longest, num_rows = max(row.limit for row in rows), min(len(rows), _ROWS)
         engine = self._engine
@@ -206,19 +206,19 @@ class GlideModel(nn.Module):
             return engine
         if engine is not None:
             longest, num_rows = max(longest, engine.max_length), max(num_rows, engine.device.max_rows)
-        engine = self._engine = None  # before the next one asks what memory is free
+        engine = self._engine = None  # freed before the next one measures the free memory
         head = DraftHead(self.model, self.draft_model.vocab_ids)
         engine = make_engine(self.model, self.draft_model, head, max_length=longest, max_rows=num_rows)
         self._engine = engine
         return engine
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Drop the engine where weights move or change their type, because it was made for the old ones."""
+        """Drop the engine when weights move or change their dtype, because it was made for the old ones."""
         self._engine = None
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the engine: a copy makes its own."""
+        """Without the engine; a copy makes its own."""
         return self.__dict__ | {"_engine": None}
 
 

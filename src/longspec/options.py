@@ -1,4 +1,4 @@
-"""What `generate` and `stream` take beside the prompt, checked."""
+"""The options of `generate` and `stream`, and their checks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from longspec.decoding.accept import AcceptanceRule
 from longspec.decoding.methods import Auto, MethodChoice
 from longspec.decoding.methods.registry import all_options, choose_method
 from longspec.decoding.sampling import Sampling
-from longspec.errors import UserError, flag, whole_number, whole_numbers
+from longspec.errors import UserError, check_known, entry, flag, whole_number, whole_numbers
 
 DEFAULT_MAX_NEW_TOKENS = 512
+_RULES: dict[str, AcceptanceRule] = {rule: rule for rule in get_args(AcceptanceRule)}
 
 
 class Options(TypedDict, total=False):
-    """What `generate` and `stream` take beside the prompt; what is left out follows the model's config."""
+    """What `generate` and `stream` take besides the prompt. Defaults come from the model's config."""
 
     max_new_tokens: int | None
     """None: as many as fit, at most 512."""
@@ -27,18 +28,18 @@ class Options(TypedDict, total=False):
     min_p: float | None
     repetition_penalty: float | None
     seed: int | Sequence[int] | None
-    """One per row, or one from which row i gets `seed + i`; None draws one, and the result tells it."""
+    """One per row, or a single one: then row i gets `seed + i`. None draws one; the result has it."""
     stop: str | Sequence[str] | None
     """Strings that end an answer; they are not part of it."""
     eos_ids: Sequence[int] | None
-    """Tokens that end an answer, instead of the model's own; with none of them only its length does."""
+    """Tokens that end an answer, instead of the model's own. If empty, only the length ends it."""
     raw: bool
-    """Whether texts skip the chat template."""
+    """Whether to use texts without the chat template."""
     acceptance: str
-    """coupled: the tokens of vanilla with the same seed; rejection: the same distribution when sampling."""
+    """coupled: the same tokens as vanilla with the same seed; rejection: the same distribution."""
     method: str
-    """auto, vanilla, seq, tree, magicdec, lookup, or another that is registered. What follows are options of
-    some of the methods, described in their classes; those of a method of your own may be given as well."""
+    """auto, vanilla, seq, tree, magicdec, lookup, or another registered one. The options below belong to some
+    of the methods and are described in their classes. Options of your own methods work too."""
     gamma: int
     tree_shape: Sequence[int]
     max_nodes: int | None
@@ -51,10 +52,10 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """Options, checked as far as that goes without a model."""
+    """Options, checked as far as possible without a model."""
 
     sampling: dict[str, Any]
-    """Those given; the rest follows the model."""
+    """Only those that were given; the others come from the model."""
     method: MethodChoice
     acceptance: AcceptanceRule
     max_new_tokens: int | None
@@ -65,11 +66,10 @@ class Settings:
 
 
 def read_options(options: Mapping[str, Any]) -> Settings:
-    """What the options mean; a bad one is refused by name."""
+    """Check the options; a bad one is refused by name."""
     known = [*dict.fromkeys((*Options.__annotations__, *all_options()))]
-    unknown = next((name for name in options if name not in known), None)
-    if unknown is not None:
-        raise UserError(f"option {unknown!r} is unknown; there are: {', '.join(known)}")
+    for name in options:
+        check_known("option", name, known)
     given = {name: value for name, value in options.items() if value is not None}
     names = [field.name for field in fields(Sampling)]
     sampling = {name: given[name] for name in names if name in given}
@@ -84,7 +84,7 @@ def read_options(options: Mapping[str, Any]) -> Settings:
         method=choose_method(
             given.get("method", Auto.name), {name: given[name] for name in all_options() if name in given}
         ),
-        acceptance=_acceptance(given.get("acceptance", "coupled")),
+        acceptance=entry("acceptance", given.get("acceptance", "coupled"), _RULES),
         max_new_tokens=max_new_tokens,
         seed=_checked_seed(given.get("seed")),
         stop=_stop_strings(given.get("stop", ())),
@@ -93,19 +93,12 @@ def read_options(options: Mapping[str, Any]) -> Settings:
     )
 
 
-def _acceptance(wanted: Any) -> AcceptanceRule:
-    for known in get_args(AcceptanceRule):
-        if wanted == known:
-            return known
-    raise UserError(f"acceptance {wanted!r} is unknown; there are: {', '.join(get_args(AcceptanceRule))}")
-
-
 def room_for(max_length: int, num_prompt: int, wanted: int | None) -> int:
     """How many tokens a row may add."""
     room = max_length - num_prompt
     if room < 1:
         raise UserError(
-            f"the prompt has {num_prompt} tokens, but the context holds {max_length} including the answer; "
+            f"the prompt has {num_prompt} tokens, but the context holds {max_length} with the answer; "
             f"shorten it to at most {max_length - 1} tokens"
         )
     if wanted is None:
@@ -125,12 +118,12 @@ def _checked_seed(seed: Any) -> int | list[int] | None:
     seeds = whole_numbers("seed", seed) if several else [whole_number("seed", seed)]
     wrong = next((one for one in seeds if not 0 <= one < 2**63), None)
     if wrong is not None:
-        raise UserError(f"seed {wrong} must lie between 0 and 2**63 - 1")
+        raise UserError(f"seed {wrong} must be between 0 and 2**63 - 1")
     return seeds if several else seeds[0]
 
 
 def seeds_for(seed: int | list[int] | None, num_rows: int) -> list[int]:
-    """One for each row; None draws the first."""
+    """A seed for each row; None draws the first one."""
     if seed is None:
         seed = secrets.randbits(31)
     seeds = [(seed + row) % 2**63 for row in range(num_rows)] if isinstance(seed, int) else seed

@@ -1,4 +1,4 @@
-"""Progress bars on standard error; nothing is shown where it is not a terminal."""
+"""Progress bars on standard error, if it is a terminal."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ Advance = Callable[[int], None]
 
 
 @contextlib.contextmanager
-def byte_bar(label: str, total: int, show: bool) -> Iterator[Advance]:
-    """Show a bar of `total` bytes when `show` and standard error is a terminal; yields `advance(bytes)`."""
-    with _advancing_bar(label, total, show, in_bytes=True) as advance:
-        yield advance
+def count_bar(label: str, total: int, show: bool = True, in_bytes: bool = False) -> Iterator[Advance]:
+    """A bar of `total` items, if `show` and standard error is a terminal; yields `advance(number)`."""
+    if not (show and sys.stderr.isatty()):
+        yield lambda number: None
+        return
+    with rich_bar(label, total, in_bytes=in_bytes) as update:
+        yield lambda number: update(advance=number)
 
 
-@contextlib.contextmanager
-def count_bar(label: str, total: int, show: bool = True) -> Iterator[Advance]:
-    """The same for `total` things of one kind; yields `advance(number)`."""
-    with _advancing_bar(label, total, show, in_bytes=False) as advance:
-        yield advance
+def byte_bar(label: str, total: int, show: bool) -> contextlib.AbstractContextManager[Advance]:
+    """The same for `total` bytes."""
+    return count_bar(label, total, show, in_bytes=True)
 
 
 @contextlib.contextmanager
@@ -35,15 +36,6 @@ def token_bar(label: str, total: int, show: bool = True) -> Iterator[Callable[[i
 
 
 @contextlib.contextmanager
-def _advancing_bar(label: str, total: int, show: bool, in_bytes: bool) -> Iterator[Advance]:
-    if not (show and sys.stderr.isatty()):
-        yield lambda number: None
-        return
-    with rich_bar(label, total, in_bytes=in_bytes) as update:
-        yield lambda number: update(advance=number)
-
-
-@contextlib.contextmanager
 def rich_bar(
     label: str,
     total: int,
@@ -54,7 +46,7 @@ def rich_bar(
     keep: bool = False,
     **fields: Any,
 ) -> Iterator[Callable[..., None]]:
-    """A bar with `text` behind it, which shows `fields`; yields rich's `update` of it.
+    """A bar followed by `text`, which shows `fields`; yields rich's `update` for it.
 
     With `keep` the bar stays on the screen when it is done.
     """

@@ -1,4 +1,4 @@
-"""What users give as a prompt, and how it becomes token ids."""
+"""The forms of a prompt, and how they become token ids."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Array(Protocol):
 
 Message = Mapping[str, str]
 Prompt = str | Message | Sequence[Message] | Sequence[int] | Array
-"""A text (one user message), a conversation, or token ids as they are."""
+"""A text (one user message), a conversation, or token ids."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class TokenizerConfig(TypedDict, total=False):
-    """Of `tokenizer_config.json`, what its readers rely on without a check."""
+    """The fields of `tokenizer_config.json` that its readers use without a check."""
 
     tokenizer_class: str | None
     model_max_length: float | None
@@ -37,7 +37,7 @@ class TokenizerConfig(TypedDict, total=False):
 
 
 def split_batch(given: Any) -> tuple[list[Prompt], bool]:
-    """The prompts that were given, and whether it was a list of them rather than one."""
+    """The given prompts, and whether they were a list rather than a single prompt."""
     given = _plain(given)
     if isinstance(given, list | tuple) and given:
         parts = [_plain(part) for part in given]
@@ -54,24 +54,24 @@ def _one_prompt(given: Any) -> Prompt:
         return [given]
     if not isinstance(given, list | tuple):
         raise UserError(
-            f"a prompt is a text, messages or token ids, and not of type {type(given).__name__!r}: {given!r}"
+            f"a prompt is a text, messages or token ids, not a {type(given).__name__!r}: {given!r}"
         )
     if given and all(isinstance(part, Mapping) for part in given):
         return list(given)
     kinds = sorted({type(part).__name__ for part in given if isinstance(part, str | Mapping | list | tuple)})
     if kinds:
-        raise UserError(f"a prompt mixes {', '.join(kinds)} with something else; give texts, messages or ids")
+        raise UserError(f"a prompt mixes {', '.join(kinds)} with other types; give texts, messages or ids")
     return [whole_number("a token id", _plain(part)) for part in given]
 
 
 def _plain(given: Any) -> Any:
-    """Python's own numbers and lists for those of numpy and torch."""
+    """Python's numbers and lists instead of those of numpy and torch."""
     return given.tolist() if hasattr(given, "tolist") else given
 
 
 def _loader(folder: Path) -> Any:
-    """What reads the folder's tokenizer: the plain class where that is what `AutoTokenizer` would come to.
-    To find out by itself it imports what takes seconds."""
+    """The class that reads the folder's tokenizer. If `AutoTokenizer` would choose the plain class, return
+    that one, because `AutoTokenizer` takes seconds to import what it needs to decide."""
     import transformers
 
     model, own = (
@@ -143,6 +143,6 @@ class PromptEncoder:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise UserError(f"the prompt is not valid Unicode: it holds {text[error.start]!r}") from error
+            raise UserError(f"the prompt is not valid Unicode: it has {text[error.start]!r}") from error
         with tokenizer_explained("the target's tokenizer cannot read this text"):
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -1,7 +1,7 @@
-"""The one reader of JSON and YAML files. What a file holds is checked against a type before anyone uses it.
+"""The only reader of JSON and YAML files. It checks the content against a type before anything uses it.
 
-Whoever reads a file names the type it must have: a dataclass, a `TypedDict`, or `dict[str, Any]` where the
-values are checked later. What does not fit is one line that names the file, the field and the value.
+The caller gives the type: a dataclass, a `TypedDict`, or `dict[str, Any]` if the values are checked later. If
+the content does not fit, the error is one line that names the file, the field and the value.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
 T = TypeVar("T")
-# No file that we read is larger. Values take up to 24 times the bytes of their text, so this bounds memory.
+# No file that we read is larger. Values take up to 24 times the bytes of their text, so this limits memory.
 MOST_BYTES = 32 * 2**20
-# No settings have so many bytes, or values where aliases repeat them.
+# No settings file has this many bytes, or this many values when aliases repeat them.
 MOST_YAML = 256 * 2**10
-# Numbers beyond this overflow float32, and no size, count or rate is so large.
+# Larger numbers overflow float32, and no size, count or rate is that large.
 MOST = 1e38
 
 
@@ -37,17 +37,19 @@ class ShardIndex:
 
 
 def read_record(path: Path, shape: type[T]) -> T:
-    """The JSON in a file, in this type."""
+    """The JSON in a file, as this type."""
     return parse_record(read_bytes(path, MOST_BYTES), shape, f"cannot read {path}")
 
 
 def read_yaml(path: Path, shape: type[T]) -> list[T]:
-    """The documents in a YAML file, in this type."""
+    """The documents in a YAML file, as this type."""
     import yaml
 
     source, data = f"cannot read {path}", read_bytes(path, MOST_YAML)
     if len(data) > MOST_YAML:
-        raise UserError(f"{source}: it has more than {MOST_YAML // 1024} KiB, which is too much for settings")
+        raise UserError(
+            f"{source}: it has more than {MOST_YAML // 1024} KiB, which is too large for settings"
+        )
     try:
         documents = list(yaml.safe_load_all(data))
         if _size(documents, MOST_YAML) > MOST_YAML:
@@ -61,7 +63,7 @@ def read_yaml(path: Path, shape: type[T]) -> list[T]:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """A file, and no more of it than shows that it is too large. A pipe that nobody writes to is empty."""
+    """A file, up to one byte more than `most`. A pipe without a writer is empty."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             return file.read(most + 1)
@@ -81,17 +83,17 @@ def _size(value: Any, most: int) -> int:
 
 
 def parse_record(data: bytes, shape: type[T], source: object) -> T:
-    """The same for a text that was read already; `source` says in errors where it stands."""
-    # Loading a target must not wait for this import before it is needed.
+    """The same for text that was already read; errors name `source`."""
+    # Imported late, so that a target can start to load before.
     from pydantic import ValidationError
     from pydantic_core import from_json
 
     if len(data) > MOST_BYTES:
-        raise UserError(f"{source}: it has more than {MOST_BYTES // 2**20} MiB, which is too much for JSON")
+        raise UserError(f"{source}: it has more than {MOST_BYTES // 2**20} MiB, which is too large for JSON")
     try:
         wrong = next(_absurd_numbers(from_json(data, allow_inf_nan=False), ()), None)
         if wrong is not None:
-            raise UserError(f"{source}: {_field(wrong[0])} is {shown(wrong[1])}, which is no sensible number")
+            raise UserError(f"{source}: {_field(wrong[0])} is {shown(wrong[1])}, which is not a valid number")
         validated: T = _adapter(shape).validate_json(data, strict=True)  # type: ignore[arg-type]
         return validated
     except ValidationError as error:
@@ -103,7 +105,7 @@ def parse_record(data: bytes, shape: type[T], source: object) -> T:
 
 
 def as_record(value: Any, shape: type[T], source: object) -> T:
-    """A part of a record that is read in its own type, when it is known which."""
+    """Check a part of a record against its own type."""
     return parse_record(json.dumps(value).encode(), shape, source)
 
 
@@ -115,7 +117,7 @@ def _adapter(shape: Any) -> TypeAdapter[Any]:
 
 
 def _absurd_numbers(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Numbers that are not finite or that overflow, each with the fields that lead to it."""
+    """Numbers that are not finite or too large, each with its path of fields."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _absurd_numbers(inner, (*path, name))
@@ -127,7 +129,7 @@ def _absurd_numbers(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[t
 
 
 def _explain(error: ValidationError) -> str:
-    """The first thing that is wrong."""
+    """The first error in one line."""
     first = error.errors(include_url=False)[0]
     field, kind = _field(first["loc"]), first["type"]
     if kind == "missing":

@@ -1,7 +1,7 @@
-"""A process that renders chat templates, within limits. It is run as a script, by `longspec.templates`.
+"""A process that renders chat templates within limits. `longspec.templates` runs it as a script.
 
-A chat template is a program that comes with a model. Here it can neither run for long nor take much memory,
-whatever it computes: the system ends this process, and nobody else's work.
+A chat template is a program that comes with a model. In this process its time and memory are limited: if it
+exceeds them, the system ends only this process.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from jinja2.utils import Namespace
 
 # Of one question: seconds of processor time and of waiting, bytes of memory, characters of output.
 SECONDS, WAITING, MEMORY, OUTPUT = 2.0, 8.0, 2**30, 2**24
-# Each message is this length, then so many bytes of JSON.
+# Each message is its length in this format, then that many bytes of JSON.
 LENGTH = struct.Struct(">Q")
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant said. To render, it means nothing."""
+    """`{% generation %}` marks what the assistant said; it does not change the text."""
 
     tags = {"generation"}  # noqa: RUF012 # as jinja2 declares it
 
@@ -38,7 +38,7 @@ class _Generation(Extension):
 
 
 class _PlainNamespace(Namespace):
-    """A namespace without names that mean something to Python."""
+    """A namespace without names that are special in Python."""
 
     def __init__(*args: Any, **values: Any) -> None:
         names = dict(*args[1:], **values)
@@ -57,7 +57,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Without HTML's escapes, which jinja2's own filter makes."""
+    """Without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -83,7 +83,7 @@ def _answer(data: bytes) -> dict[str, Any]:
         texts = [template.render(values | {"messages": one}) for one in request["conversations"]]
     except MemoryError:
         return {"error": f"it needs more than {MEMORY // 2**20} MiB of memory"}
-    except Exception as error:  # templates raise what they like, as a way to refuse a conversation
+    except Exception as error:  # templates may raise anything to refuse a conversation
         return {"error": str(error)[:300] or type(error).__name__}
     if max(map(len, texts)) > OUTPUT:
         return {"error": f"it writes more than {OUTPUT:,} characters"}

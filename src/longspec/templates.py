@@ -1,4 +1,4 @@
-"""Chat templates, rendered in a process of their own: see `longspec.template_process`."""
+"""Render chat templates in a separate process (`longspec.template_process`)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Conversation = Sequence[dict[str, Any]]
 
 
 def render_chat(tokenizer: Any, messages: Conversation, open_turn: bool) -> str:
-    """The messages in the tokenizer's chat template; with `open_turn` up to where the assistant goes on."""
+    """The messages in the tokenizer's chat template; with `open_turn` up to where the assistant continues."""
     return render_chats(tokenizer, [messages], open_turn)[0]
 
 
 def render_chats(tokenizer: Any, conversations: Sequence[Conversation], open_turn: bool) -> list[str]:
-    """Several conversations by one question to the process, which answers one as fast as a few dozen."""
+    """Render several conversations with one request: it takes about as long as a request for one."""
     try:
         template = tokenizer.get_chat_template()
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    except Exception as error:  # what a tokenizer file holds instead of a template
+    except Exception as error:  # a tokenizer file can hold anything instead of a template
         raise UserError(
             f"the target has no usable chat template: {shown(str(error), quoted=False)}"
         ) from error
@@ -51,7 +51,7 @@ def start_early() -> None:
 
 @functools.cache
 def _process(owner: int) -> _TemplateProcess:
-    """One for each of our processes, because a forked one must not talk into its parent's."""
+    """One for each of our processes: a forked process must not use the pipe of its parent."""
     made = _TemplateProcess()
     atexit.register(made.stop)
     return made
@@ -64,10 +64,10 @@ class _TemplateProcess:
 
     @staticmethod
     def _start() -> subprocess.Popen[bytes]:
-        # -P, because the script's folder has modules of ours with everyday names.
+        # -P, because the script's folder has modules with common names.
         command = [sys.executable, "-P", str(Path(__file__).with_name("template_process.py"))]
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-        # A session of its own: Ctrl-C is for this program.
+        # In its own session, so that Ctrl-C reaches only this program.
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, start_new_session=True)
 
     def stop(self) -> int | None:
@@ -89,7 +89,7 @@ class _TemplateProcess:
             try:
                 answer = self._ask(data)
             except BaseException as error:
-                # Also of Ctrl-C: what comes back later must not answer the next question.
+                # After Ctrl-C, too: a late answer must not be taken for the next one.
                 code = self.stop()
                 self._child = self._start()
                 if not isinstance(error, OSError | EOFError):
@@ -103,7 +103,7 @@ class _TemplateProcess:
         to, back = self._child.stdin, self._child.stdout
         assert to is not None
         assert back is not None
-        with contextlib.suppress(BrokenPipeError):  # its end says more
+        with contextlib.suppress(BrokenPipeError):  # the exit code says more
             to.write(_LENGTH.pack(len(data)) + data)
             to.flush()
         answer: dict[str, Any] = json.loads(_exactly(back, *_LENGTH.unpack(_exactly(back, _LENGTH.size))))

@@ -1,4 +1,4 @@
-"""Tokens to text as they come: whole characters only, and stop strings found across token borders."""
+"""Turn tokens into text as they come: only whole characters, and stop strings across token borders."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from functools import partial
 from typing import Any
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# So many replacement characters in a row are no unfinished character but bytes that are no text at all. Of
-# those the last few are still held back, for they may belong to a character that has only begun.
+# More replacement characters than this are not an unfinished character, but bytes that are not text. The last
+# few of them are still held back, because they may be the beginning of a character.
 _NOT_TEXT = 16
 _MOST_UNFINISHED = 3
 
 
 class TextStream:
-    """Turns one row's tokens into pieces of text that never split a character.
+    """Turns the tokens of one row into pieces of text that never split a character.
 
-    Text that may turn out to be the beginning of a stop string is held back until that is settled; a stop
-    string itself, and what follows it, is never given out.
+    Text that may be the beginning of a stop string is held back until that is clear. A stop string, and what
+    follows it, is never given out.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
@@ -30,21 +30,21 @@ class TextStream:
         self._stop = tuple(stop)
         self._tokens: list[int] = []
         self._context = 0
-        """Where the window begins that is decoded at each token."""
+        """Where the window of tokens begins that is decoded for each new token."""
         self._settled = 0
-        """Tokens before this one are text already, and in the window only as context."""
+        """Tokens before this one were already given out; they are in the window only as context."""
         self._given = 0
-        """Characters of the window that are text already."""
+        """How many characters of the window were already given out."""
         self._held = ""
         self.text = ""
-        """All that `push` and `finish` have given out."""
+        """All text that was given out."""
         self.stopped = False
-        """Whether a stop string has come."""
+        """Whether a stop string occurred."""
         self.is_whole = False
         """Whether `catch_up` has taken the last token."""
 
     def push(self, token: int) -> str:
-        """Take the next token; returns the text that is now certain, often none."""
+        """Take the next token; returns the text that is now certain, which may be empty."""
         if self.stopped:
             return ""
         self._tokens.append(token)
@@ -56,12 +56,12 @@ class TextStream:
         return self.stopped
 
     def catch_up(self, tokens: Sequence[int], is_final: bool) -> None:
-        """Take what is new of all `tokens` so far, and the rest where they are final.
+        """Take the new ones of all `tokens` so far; if they are final, also give out what was held back.
 
-        With stop strings, `push_and_check` has taken them already.
+        With stop strings, `push_and_check` has already taken the tokens.
         """
         if is_final and not self._tokens and not self._stop:
-            # All at once: token by token the tokenizer would take longer than a small model.
+            # All at once, because token by token the tokenizer takes longer than a small model.
             self.text = self._decode(list(tokens))
             self.is_whole = True
             return
@@ -77,8 +77,8 @@ class TextStream:
         return "" if self.stopped else self._give(self._new_text(final=True), final=True)
 
     def _new_text(self, final: bool) -> str:
-        """Text that is new and certain: all but the replacement characters at the end, which may change."""
-        # The tokens before the window's are decoded along: some tokenizers write a space by looking back.
+        """The new text, without replacement characters at the end, because those may still change."""
+        # Earlier tokens are decoded as well, because some tokenizers need them to decide about a space.
         window = self._decode(self._tokens[self._context :])
         unfinished = 0 if final else len(window) - len(window.rstrip(_REPLACEMENT))
         if unfinished > _NOT_TEXT:
@@ -86,7 +86,7 @@ class TextStream:
         certain = window[: len(window) - unfinished]
         new, self._given = certain[self._given :], max(self._given, len(certain))
         if not unfinished:
-            # Special tokens have no text, and so are no context for those who look back: keep what has some.
+            # Special tokens have no text, so they are no context: keep tokens that have some.
             newest = self._decode(self._tokens[self._settled :])
             if newest:
                 self._context = self._settled
@@ -107,7 +107,7 @@ class TextStream:
         return given
 
     def _undecided(self) -> int:
-        """How much of the held text's end could still become a stop string."""
+        """How many characters at the end of the held text may be the beginning of a stop string."""
         longest = 0
         for stop in self._stop:
             for size in range(min(len(stop) - 1, len(self._held)), longest, -1):
@@ -118,7 +118,7 @@ class TextStream:
 
 
 def pieces_of(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """The text that each token completes; together they are the answer's text."""
+    """The text that each token completes; joined, they are the answer's text."""
     stream = TextStream(tokenizer)
     pieces = [stream.push(token) for token in token_ids]
     if pieces:

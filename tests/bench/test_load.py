@@ -10,7 +10,8 @@ import pytest
 
 from longspec import LongSpec
 from longspec.bench import load
-from longspec.bench.load import LoadSetting, arrivals, measure_load
+from longspec.bench.load import arrivals, measure_load
+from longspec.bench.settings import LoadSetting
 from longspec.bench.workloads import Item, Workload
 from longspec.cli.main import main
 from longspec.engine.sequence import Sequence

@@ -42,7 +42,7 @@ def test_killed_and_started_again_it_is_as_if_nothing_had_been(
     assert process.returncode == -signal.SIGKILL
     assert main(["data", "info", str(tmp_path / "killed")]) == 2, "it is not finished"
     capsys.readouterr()
-    (tmp_path / "killed" / ".prepare.json-half").write_text("{")  # as if killed a moment later
+    (tmp_path / "killed" / ".writing-prepare.json-half").write_text("{")  # as if killed a moment later
     kept = (tmp_path / "killed" / "shard-00001" / "tokens.npy").stat().st_mtime_ns
     assert main([*command[3:], str(tmp_path / "killed"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["documents"] == 1200
@@ -123,14 +123,14 @@ def test_show_uses_colours_on_a_terminal(thoughts: Path, monkeypatch: pytest.Mon
 
 BAD = {
     "missing input": (["prepare", "none.jsonl"], "none.jsonl"),
-    "unknown kind": (["prepare", __file__], "is of no known kind"),
-    "template": (["prepare", "IN", "--template", "poem"], "'poem' is unknown: take one of text"),
-    "aligner": (["prepare", "IN", "--align", "stars"], "'stars' is unknown: take one of id"),
-    "packing": (["prepare", "IN", "--pack", "tetris"], "'tetris' is unknown: take one of stream"),
-    "seq length": (["prepare", "IN", "--seq-length", "1"], "--seq-length is 1"),
+    "unknown kind": (["prepare", __file__], "has an unknown format"),
+    "template": (["prepare", "IN", "--template", "poem"], "'poem' is unknown; there are: text"),
+    "aligner": (["prepare", "IN", "--align", "stars"], "'stars' is unknown; there are: id"),
+    "packing": (["prepare", "IN", "--pack", "tetris"], "'tetris' is unknown; there are: stream"),
+    "seq length": (["prepare", "IN", "--seq-length", "1"], "seq_length is 1"),
     "target": (["prepare", "IN", "--target", "./none"], "there is no file or folder none"),
     "unknown target": (["prepare", "IN", "--target", "smolm2-135m"], "did you mean 'smollm2-135m'"),
-    "no folder": (["info", "none"], "the dataset none is not there"),
+    "no folder": (["info", "none"], "the dataset none does not exist"),
     "index": (["show", "DATA", "--index", "9"], "--index is 9"),
     "count": (["show", "DATA", "--count", "0"], "--count is 0"),
 }

@@ -57,7 +57,7 @@ def test_what_is_learnt(kind: str, mask_prompt: bool, chat: str) -> None:
 def test_bad_requests_are_named() -> None:
     with pytest.raises(UserError, match="'bass' is unknown"):
         collate([PLAIN], "bass", False)
-    with pytest.raises(UserError, match="take 'long'"):
+    with pytest.raises(UserError, match="use 'long'"):
         collate([PLAIN], "base", True)
     with pytest.raises(UserError, match=r"\[2, 8\]"):
         collate([PLAIN, packed([1, 2], [TEXT] * 2, [0])], "base", False)

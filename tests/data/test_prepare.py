@@ -23,7 +23,8 @@ from transformers import AutoTokenizer
 
 from longspec.data import prepare as module
 from longspec.data import shards
-from longspec.data.prepare import PrepareOptions, PrepareSummary, prepare
+from longspec.data.options import PrepareOptions
+from longspec.data.prepare import PrepareSummary, prepare
 from longspec.data.shards import Dataset, Role
 from longspec.errors import UserError
 
@@ -152,12 +153,12 @@ BAD: dict[str, tuple[str, bytes, str, int]] = {
     "empty": ("a.jsonl", b"", "a.jsonl: it is empty", 0),
     "blank": ("a.jsonl", b"\n \n", "a.jsonl: it is empty", 0),
     "empty gz": ("a.jsonl.gz", b"", "a.jsonl.gz: it is empty", 0),
-    "cut gz": ("a.jsonl.gz", gzip.compress(GOOD * 3)[:-9], "a.jsonl.gz line 4: it cannot be read on", 3),
-    "no gz": ("a.jsonl.gz", GOOD, "it cannot be read on: Not a gzipped file", 0),
-    "cut xz": ("a.jsonl.xz", lzma.compress(GOOD * 3)[:-9], "a.jsonl.xz line 4: it cannot be read on", 3),
-    "cut zst": ("a.jsonl.zst", zstandard.compress(GOOD * 3)[:-3], "it cannot be read on", 0),
-    "no zst": ("a.jsonl.zst", GOOD, "a.jsonl.zst: it cannot be read on", 0),
-    "no parquet": ("a.parquet", GOOD, "a.parquet: it cannot be read on", 0),
+    "cut gz": ("a.jsonl.gz", gzip.compress(GOOD * 3)[:-9], "a.jsonl.gz line 4: the rest cannot be read", 3),
+    "no gz": ("a.jsonl.gz", GOOD, "the rest cannot be read: Not a gzipped file", 0),
+    "cut xz": ("a.jsonl.xz", lzma.compress(GOOD * 3)[:-9], "a.jsonl.xz line 4: the rest cannot be read", 3),
+    "cut zst": ("a.jsonl.zst", zstandard.compress(GOOD * 3)[:-3], "the rest cannot be read", 0),
+    "no zst": ("a.jsonl.zst", GOOD, "a.jsonl.zst: the rest cannot be read", 0),
+    "no parquet": ("a.parquet", GOOD, "a.parquet: the rest cannot be read", 0),
 }
 
 
@@ -184,7 +185,7 @@ def test_no_usable_document_and_no_tokenizer(plain: Path, tiny_folder: Path, tmp
     (tmp_path / "nothing").mkdir()
     with pytest.raises(UserError, match="has no tokenizer"):
         make(tmp_path / "nothing", tmp_path / "out", plain)
-    with pytest.raises(UserError, match="holds no input"):
+    with pytest.raises(UserError, match="has no input"):
         make(tiny_folder, tmp_path / "out", tmp_path / "nothing")
     with pytest.raises(UserError, match="given twice"):
         make(tiny_folder, tmp_path / "out", plain, plain)
@@ -209,7 +210,7 @@ def test_a_finished_folder_is_done_and_guarded(plain: Path, tiny_folder: Path, t
     plain.write_bytes(plain.read_bytes() + GOOD)
     with pytest.raises(UserError, match="input_files was"):
         make(tiny_folder, tmp_path / "out", plain)
-    with pytest.raises(UserError, match="holds something else"):
+    with pytest.raises(UserError, match="is not empty"):
         make(tiny_folder, tmp_path, plain)
 
 

@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longspec import LongSpec
-from longspec.data.samples import Script, SynthesisOptions
+from longspec.data.options import SynthesisOptions
+from longspec.data.samples import Script
 from longspec.data.screen import Seen, is_repetitive, loop_start, signature
 from longspec.data.shards import Dataset, Role
 from longspec.data.synthesize import synthesize
@@ -204,7 +205,7 @@ def test_loops_and_repetitions_are_dropped_and_counted(
         "batch": 8,
         "temperatures": (0.0,),
     }
-    with pytest.raises(UserError, match=r"nothing of 16 samples could be kept \(16 loop\)"):
+    with pytest.raises(UserError, match=r"none of 16 samples could be kept \(16 loop\)"):
         synthesize(SynthesisOptions(tmp_path / "parrot", 500, str(parrot_folder), **shared))
     # There are but five pieces to begin with, and greedy answers to each are the same.
     made = synthesize(SynthesisOptions(tmp_path / "tiny", 500, str(tiny_folder), **shared))
@@ -299,7 +300,7 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         ({"documents": lines}, "--mode documents:1 --documents FILE"),
         ({"modes": {"poems": 1}}, "mode poems:1 is unknown"),
         ({"temperatures": (-1.0,)}, "temperature is -1.0"),
-        ({"seq_length": 10**6}, "seq_length is 1000000; smollm2-135m was made for at most 8192"),
+        ({"seq_length": 10**6}, "seq_length is 1000000; the limit of smollm2-135m is 8192"),
         ({"batch": 0}, "batch is 0"),
         ({"prefixes": tmp_path / "none"}, "cannot read .*none"),
     ]
@@ -308,6 +309,6 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
             synthesize(SynthesisOptions(tmp_path / "out", 1000, **changes))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/file").touch()
-    with pytest.raises(UserError, match="holds something else"):
+    with pytest.raises(UserError, match="is not empty"):
         synthesize(SynthesisOptions(tmp_path / "taken", 1000))
     assert not (tmp_path / "out").exists()

@@ -10,7 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from longspec.data.align import ALIGNERS, BadRecord
-from longspec.data.encode import Encoder, Recipe
+from longspec.data.encode import Encoder
+from longspec.data.options import Recipe
 from longspec.data.shards import Role
 from longspec.prompts import PromptEncoder
 

@@ -22,6 +22,10 @@ def fill(folder: Path) -> dict[str, Any]:
     return {"source": "test"}
 
 
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def test_cache_dir_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path / "own"))
     assert cache_dir() == tmp_path / "own"
@@ -46,7 +50,7 @@ def test_built_once_and_rebuilt_when_damaged(tmp_path: Path) -> None:
     assert not is_complete(folder)
     build_folder(folder, fill)
     assert is_complete(folder)
-    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    assert names_in(folder.parent) == [".lock", "model"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, UserError])
@@ -57,7 +61,7 @@ def test_nothing_stays_after_an_error(tmp_path: Path, error: type[BaseException]
 
     with pytest.raises(error):
         build_folder(tmp_path / "model", fail)
-    assert list(tmp_path.iterdir()) == []
+    assert names_in(tmp_path) == [".lock"]
 
 
 def test_disk_full_and_unwritable_cache(tmp_path: Path) -> None:
@@ -75,14 +79,16 @@ def test_disk_full_and_unwritable_cache(tmp_path: Path) -> None:
 
 def build_at_once(folder: Path, barrier: Barrier) -> None:
     def slow(building: Path) -> dict[str, Any]:
-        barrier.wait(20)  # both are in the middle of it
+        time.sleep(0.2)
+        (folder.parent / "built").open("a").write("once\n")
         return fill(building)
 
+    barrier.wait(20)
     build_folder(folder, slow)
     assert is_complete(folder)
 
 
-def test_two_processes_at_once_both_end_up_right(tmp_path: Path) -> None:
+def test_of_two_processes_one_builds_and_the_other_waits(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(2)
     processes = [context.Process(target=build_at_once, args=(tmp_path / "model", barrier)) for _ in range(2)]
@@ -91,7 +97,8 @@ def test_two_processes_at_once_both_end_up_right(tmp_path: Path) -> None:
     for process in processes:
         process.join(30)
     assert [process.exitcode for process in processes] == [0, 0]
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "built").read_text() == "once\n"
+    assert names_in(tmp_path) == [".lock", "built", "model"]
 
 
 # Stops in the middle of a real conversion: after the first weights are written.
@@ -100,12 +107,12 @@ STUCK = """
     from pathlib import Path
     from longspec.hub import gguf_convert
     gguf_convert._SHARD_BYTES = 100_000
-    flush = gguf_convert._Shards.flush
-    def stuck(self):
-        flush(self)
+    save = gguf_convert._save_file
+    def stuck(*arguments):
+        save(*arguments)
         print("writing", flush=True)
         time.sleep(60)
-    gguf_convert._Shards.flush = stuck
+    gguf_convert._save_file = stuck
     gguf_convert.converted(Path(sys.argv[1]))
 """
 
@@ -121,19 +128,12 @@ def test_kill_9_in_a_conversion_leaves_nothing_that_counts(
         assert process.stdout is not None
         assert process.stdout.readline() == b"writing\n"
         parent = tmp_path / "cache" / "gguf"
-        (leftover,) = parent.iterdir()
+        (leftover,) = parent.glob(".building-*")
         assert list(leftover.glob("*.safetensors"))
-
-        # While it lives, another build leaves it alone ...
-        folder = converted(gguf_path)
-        assert is_complete(folder)
-        assert leftover.exists()
-
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     assert not is_complete(leftover)
-    # ... and once it is dead, the next build takes its leftovers away.
-    time.sleep(0.01)
+    # The next build of any model takes the leftovers away.
     os.utime(gguf_path)
-    other = converted(gguf_path)
-    assert sorted(parent.iterdir()) == sorted([folder, other])
+    folder = converted(gguf_path)
+    assert names_in(parent) == [".lock", folder.name]

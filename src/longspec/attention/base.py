@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from longspec.errors import UserError
+from longspec.errors import UserError, check_known
 
 if TYPE_CHECKING:
     from longspec.kernels.exact import Paths
@@ -151,8 +151,7 @@ def by_layer(
 
 def choose_backend(name: str = "auto") -> Attention:
     """The backend called `name`; `auto` means our kernels if there is a GPU for them, else torch's."""
-    if name not in ("auto", *BACKENDS):
-        raise UserError(f"attention backend {name!r} is unknown; there are: auto, {', '.join(BACKENDS)}")
+    check_known("attention backend", name, ("auto", *BACKENDS))
     if name == "reference":
         from longspec.attention.reference import ReferenceAttention
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from longspec.bench.folder import Row, read_run
 from longspec.bench.report import table
-from longspec.bench.runners import accepted_by_depth, read_method
+from longspec.bench.runners import accepted_by_depth
+from longspec.bench.settings import read_method
 from longspec.bench.summary import summarise
 from longspec.decoding.methods import Seq, Tree
 from longspec.errors import UserError

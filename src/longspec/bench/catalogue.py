@@ -18,7 +18,7 @@ from typing import Any
 from longspec.api import LongSpec
 from longspec.bench.workloads import Item, Workload, read_file
 from longspec.data.records import read_records
-from longspec.errors import UserError
+from longspec.errors import UserError, check_known
 from longspec.models.files import write_whole
 
 BUILTIN = Path(__file__).with_name("builtin.jsonl")
@@ -51,8 +51,8 @@ def check_name(name: str) -> None:
         raise UserError(
             f"workload {name!r}: give the prompt's length in tokens, {SHORTEST} or more: {head}:4096"
         )
-    if head == "longbench" and rest not in TASKS:
-        raise UserError(f"LongBench task {rest!r} is unknown; there are: {', '.join(TASKS)}")
+    if head == "longbench":
+        check_known("LongBench task", rest, TASKS)
     known = head in ("builtin", "longbench", *SOURCES) or name == "aime"
     if not known and not Path(name).is_file():
         raise UserError(

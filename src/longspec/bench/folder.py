@@ -128,7 +128,7 @@ class RunFolder:
             os.ftruncate(self._file.fileno(), self._size)
             raise UserError(
                 f"cannot write to {self.path / ROWS}: {error.strerror}; the {len(self.rows)} finished rows "
-                "are kept: make room and give the same command again to go on"
+                "are kept: make room and give the same command again to continue"
             ) from error
         self._size += len(line)
         self.rows.append(row)

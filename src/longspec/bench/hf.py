@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from longspec.api import LongSpec
-from longspec.bench.runners import Answer
+from longspec.bench.runners import TimedAnswer
 from longspec.errors import UserError
 
 
@@ -41,14 +41,14 @@ class Transformers:
 
     def answers(
         self, prompts: Sequence[list[int]], max_new_tokens: int, temperature: float, seeds: Sequence[int]
-    ) -> list[Answer]:
+    ) -> list[TimedAnswer]:
         """Answer one prompt after the other."""
         return [
             self._answer(prompt, max_new_tokens, temperature, seed)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
 
-    def _answer(self, prompt: list[int], max_new_tokens: int, temperature: float, seed: int) -> Answer:
+    def _answer(self, prompt: list[int], max_new_tokens: int, temperature: float, seed: int) -> TimedAnswer:
         """No KV is kept between turns, so the whole prompt is read again."""
         device = self._model.target.device
         ids = torch.tensor([prompt], device=device)
@@ -76,7 +76,7 @@ class Transformers:
         # Speculating, it emits several at once; those that came with the prefill were not decoded.
         first = min(clock.counts[1], len(tokens))
         reason = "eos" if ended else "length"
-        return Answer(self.label, tokens, first, prefill, total - prefill, None, None, reason)
+        return TimedAnswer(self.label, tokens, first, prefill, total - prefill, None, None, reason)
 
     def forget(self) -> None:
         pass  # nothing is kept
@@ -85,8 +85,8 @@ class Transformers:
 class _Static(Transformers):
     """Static cache and compiled decoding steps.
 
-    A step takes longer with a longer cache, and each length is compiled anew. So lengths are rounded up, by a
-    quarter at most, and a new length is compiled before anything is timed.
+    A step takes longer with a longer cache, and each length is compiled separately. So lengths are rounded
+    up, by at most a quarter, and a new length is compiled before anything is timed.
     """
 
     def __init__(self, theirs: Any, model: LongSpec) -> None:
@@ -97,7 +97,7 @@ class _Static(Transformers):
         super().__init__("hf-static", theirs, model, {"compile_config": compiling})
         self._caches: dict[int, Any] = {}
 
-    def _answer(self, prompt: list[int], max_new_tokens: int, temperature: float, seed: int) -> Answer:
+    def _answer(self, prompt: list[int], max_new_tokens: int, temperature: float, seed: int) -> TimedAnswer:
         from torch._dynamo import config
         from transformers.cache_utils import StaticCache
 

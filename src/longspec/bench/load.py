@@ -16,46 +16,16 @@ import numpy as np
 from longspec.api import LongSpec
 from longspec.bench.environment import command_line, environment
 from longspec.bench.run import WARM_UP
+from longspec.bench.settings import LoadSetting
 from longspec.bench.workloads import Workload
 from longspec.decoding.methods.registry import read_label
 from longspec.engine.sequence import Sequence as Request
-from longspec.errors import UserError
 from longspec.progress import Advance
 
 # The requests that are left have starved when no request got a token for this many seconds.
 STARVED_SECONDS = 120.0
 
 Bar = Callable[[str, int], AbstractContextManager[Advance]]
-
-
-@dataclass(frozen=True)
-class LoadSetting:
-    """What is sent to the engine."""
-
-    requests: int = 64
-    rates: tuple[float, ...] = ()
-    """Requests per second."""
-    shares: tuple[float, ...] = ()
-    """The same, as shares of what the engine answers when all are submitted at once."""
-    max_new_tokens: int = 64
-    method: str = "auto"
-    """As `--methods` names it."""
-    temperature: float = 0.0
-    seed: int = 0
-    """Of the arrivals; the answer to request i has the seed `seed + i`."""
-
-    def __post_init__(self) -> None:
-        read_label(self.method)
-        for name in ("requests", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if bool(self.rates) == bool(self.shares):
-            raise UserError("give rates, or shares of the throughput, and not both")
-        for name in ("rates", "shares"):
-            if not all(0 < one < float("inf") for one in getattr(self, name)):
-                raise UserError(f"{name} are {list(getattr(self, name))}; each must be above 0")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed {self.seed} must lie between 0 and 2**32 - 1")
 
 
 @dataclass(frozen=True)
@@ -132,7 +102,7 @@ def measure_load(
     num_prompts = min(len(prompts), setting.requests)
     run = LoadRun(command_line(), setting, workload.name, num_prompts, environment(model), [])
     _warm_up(model, asked, setting, bar)
-    rates: list[tuple[float, float | None]] = [(rate, None) for rate in setting.rates]
+    rates: list[tuple[float, float | None]] = [(rate, None) for rate in setting.rates or ()]
     if setting.shares:
         with bar("all at once", setting.requests) as advance:
             whole = _send(model, asked, setting, None, None, advance)

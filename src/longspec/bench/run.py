@@ -19,7 +19,8 @@ from longspec.bench.exact import describe_difference, first_difference
 from longspec.bench.folder import Row, RunFolder, read_run, row_key
 from longspec.bench.plots import draw_all
 from longspec.bench.report import markdown
-from longspec.bench.runners import Answer, OurMethod, Runner, accepted_by_depth, read_method
+from longspec.bench.runners import OurMethod, Runner, TimedAnswer, accepted_by_depth
+from longspec.bench.settings import RunSetting
 from longspec.bench.summary import Figures, summarise
 from longspec.bench.workloads import Item, Workload, fitting
 from longspec.errors import UserError
@@ -29,38 +30,6 @@ from longspec.text import pieces_of
 
 # Tokens of a warm-up.
 WARM_UP = 8
-
-
-@dataclass(frozen=True)
-class RunSetting:
-    """What a benchmark does with its workloads."""
-
-    methods: Sequence[str]
-    """The labels of `--methods`; vanilla is always measured."""
-    temperatures: Sequence[float] = (0.0,)
-    repeats: int = 3
-    max_new_tokens: int = 64
-    limit: int | None = None
-    """The most prompts of each kind; None takes all."""
-    batch: int = 1
-    """The number of prompts of one kind that are answered side by side."""
-
-    def __post_init__(self) -> None:
-        if not self.methods:
-            raise UserError("there are no methods; name one or more, such as auto,lookup")
-        for label in self.methods:
-            read_method(label)
-        for name, least in {"repeats": 1, "max_new_tokens": 2, "limit": 1, "batch": 1}.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"{name} is {value}; it must be at least {least}")
-        if not self.temperatures or not all(0 <= one < float("inf") for one in self.temperatures):
-            raise UserError(f"temperatures are {list(self.temperatures)}; give one or more, none below 0")
-
-    @property
-    def labels(self) -> list[str]:
-        """The methods, each once; vanilla first, because the others are compared with it."""
-        return list(dict.fromkeys(("vanilla", *self.methods)))
 
 
 def bench(
@@ -74,8 +43,8 @@ def bench(
 ) -> list[Figures]:
     """Measure into `output`, or resume the run that is there; write summary.json, report.md and plots.
 
-    `others` are measured beside our methods. `bar` takes the number of rows and returns a function that is
-    called with the number of rows that have just finished.
+    `others` are measured together with our methods. `bar` takes the number of rows and returns a function
+    that is called with the number of rows that have just finished.
     """
     chosen = [fitting(one.first(setting.limit), model, setting.max_new_tokens) for one in workloads]
     runners: list[Runner] = [OurMethod(model, label) for label in setting.labels]
@@ -216,7 +185,7 @@ class _Talk:
     """All turns of an item: each turn's whole prompt, its answer, and the text of the answer's tokens."""
 
     prompts: list[list[int]] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[TimedAnswer] = field(default_factory=list)
     pieces: list[list[str]] = field(default_factory=list)
 
 
@@ -280,7 +249,7 @@ def _converse(
 
 
 def _difference(
-    model: LongSpec, row: Row, prompts: list[list[int]], answers: list[Answer], vanilla: Row | None
+    model: LongSpec, row: Row, prompts: list[list[int]], answers: list[TimedAnswer], vanilla: Row | None
 ) -> dict[str, Any] | None:
     """The first difference from vanilla's first repeat; None where there is none."""
     assert vanilla is not None

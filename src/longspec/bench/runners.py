@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from longspec.api import LongSpec
-from longspec.decoding.methods import Method, MethodChoice
-from longspec.decoding.methods.registry import read_label
+from longspec.bench.settings import read_method
+from longspec.decoding.methods import Method
 from longspec.engine.sequence import Sequence
-from longspec.options import Options, read_options
+from longspec.options import Options
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     """One turn's answer and its figures."""
 
     ran: str
@@ -39,7 +39,7 @@ class Runner(Protocol):
 
     def answers(
         self, prompts: Many[list[int]], max_new_tokens: int, temperature: float, seeds: Many[int]
-    ) -> list[Answer]:
+    ) -> list[TimedAnswer]:
         """Answer the prompts side by side. An earlier turn of the same items may still be cached."""
         ...
 
@@ -61,7 +61,7 @@ class OurMethod:
 
     def answers(
         self, prompts: Many[list[int]], max_new_tokens: int, temperature: float, seeds: Many[int]
-    ) -> list[Answer]:
+    ) -> list[TimedAnswer]:
         given = {
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
@@ -72,7 +72,7 @@ class OurMethod:
         }
         rule = "" if self.same_when_sampled else f":acceptance={self._acceptance}"
         return [
-            Answer(
+            TimedAnswer(
                 ran=found.label + rule,
                 token_ids=found.token_ids,
                 first_tokens=1,
@@ -87,18 +87,6 @@ class OurMethod:
 
     def forget(self) -> None:
         self._model.reset()
-
-
-def read_method(label: str) -> tuple[MethodChoice, str]:
-    """What a label of `--methods` means: a method with its options, and how its tokens are accepted.
-
-    lookup:6, tree:8x32x32@64+12, magicdec:4:window=256, and tree:acceptance=rejection.
-    """
-    named = [part for part in label.split(":") if part.startswith("acceptance=")]
-    choice = read_label(":".join(part for part in label.split(":") if part not in named))
-    acceptance = named[-1].removeprefix("acceptance=") if named else "coupled"
-    read_options({"acceptance": acceptance})  # refuses an unknown one
-    return choice, acceptance
 
 
 def accepted_by_depth(depths: list[int]) -> list[int]:

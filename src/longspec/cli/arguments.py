@@ -1,23 +1,24 @@
-"""Flags that several commands share, and how they become a model and options."""
+"""Flags that several commands share, and the model and options made from them."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from longspec.config import DEFAULT_TREE
 from longspec.decoding.methods import Auto
 from longspec.decoding.methods.registry import all_options, choices
-from longspec.decoding.option import Option, options_of
 from longspec.decoding.sampling import Sampling
 from longspec.errors import UserError
+from longspec.hub.registry import DEFAULT_TARGET
+from longspec.option import Option, options_of
 
 if TYPE_CHECKING:
     from longspec.api import LongSpec
     from longspec.options import Options
 
-DEFAULT_TARGET = "smollm2-135m"
+_METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE"}
 
 
 def add_target(group: argparse._ActionsContainer) -> None:
@@ -32,7 +33,6 @@ def add_target(group: argparse._ActionsContainer) -> None:
 
 
 def add_source(group: argparse._ActionsContainer) -> None:
-    """Where a target may come from."""
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
     group.add_argument("--offline", action="store_true", help="use only what is on disk")
 
@@ -47,21 +47,20 @@ def add_device(group: argparse._ActionsContainer) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which target, and how it is run."""
     group = parser.add_argument_group("model")
     add_target(group)
     group.add_argument(
         "--draft",
         metavar="DRAFT",
         help="draft folder, .pth file, hub id, or the short name of a target whose draft comes with longspec "
-        "(default: the target's own; 'none' for none)",
+        "(default: the target's own draft; 'none': no draft)",
     )
     add_device(group)
     group.add_argument(
         "--draft-dtype",
         default="auto",
         metavar="TYPE",
-        help="of the draft's weights: int8, target (as the target's), or auto: int8 on a CPU (default)",
+        help="of the draft's weights: int8, target (the target's dtype), or auto: int8 on a CPU (default)",
     )
     group.add_argument(
         "--attention",
@@ -79,7 +78,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_size_arguments(parser: argparse._ActionsContainer) -> None:
-    """How large the engine is."""
     parser.add_argument(
         "--max-rows",
         type=positive_number,
@@ -100,8 +98,7 @@ def add_size_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen and when to stop."""
-    group = parser.add_argument_group("sampling (what is not given follows the model's generation_config)")
+    group = parser.add_argument_group("sampling (defaults come from the model's generation_config)")
     group.add_argument(
         "--max-new-tokens",
         type=whole_number,
@@ -109,12 +106,12 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest answer (default: what fits, at most 512)",
     )
     for one in options_of(Sampling).values():
-        _add_option(group, one, one.help)
+        add_option(group, one, default=None)
     group.add_argument(
         "--seed",
         type=whole_number,
         metavar="N",
-        help="of sampling: the same seed gives the same text (default: a new one)",
+        help="for sampling: the same seed gives the same text (default: a new one)",
     )
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; repeatable"
@@ -124,14 +121,13 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         dest="eos_ids",
         action="store_const",
         const=(),
-        help="go on past the model's end-of-answer tokens",
+        help="continue after the model's end-of-answer tokens",
     )
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """How the target is sped up. None of this changes what it says."""
     group = parser.add_argument_group(
-        "decoding method (changes the speed, never the words: every method says what vanilla says)"
+        "decoding method (changes only the speed: every method gives the same words as vanilla)"
     )
     described = "; ".join(f"{name}: {choice.summary}" for name, choice in choices().items())
     group.add_argument(
@@ -147,17 +143,24 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for one, owners in all_options().values():
         default = "none" if one.default is None else one.format(one.default)
-        _add_option(group, one, f"{', '.join(owners)}: {one.help} (default: {default})")
+        add_option(group, one, default=None, help=f"{', '.join(owners)}: {one.help} (default: {default})")
     group.add_argument(
         "--no-calibrate",
         dest="calibrate",
         action="store_false",
-        help="auto: do not measure this machine, go by defaults",
+        help="auto: do not measure this machine, use default costs",
     )
 
 
-def _add_option(group: argparse._ActionsContainer, option: Option, about: str) -> None:
-    """The flag of an option; None where it is not given."""
+def add_options(group: argparse._ActionsContainer, cls: type, *names: str) -> None:
+    """The flags of these options of a class."""
+    known = options_of(cls)
+    for name in names:
+        add_option(group, known[name])
+
+
+def add_option(group: argparse._ActionsContainer, option: Option, *flags: str, **changes: Any) -> None:
+    """The flag of an option; `changes` are argparse's, such as another default."""
 
     def read(text: str) -> Any:
         try:
@@ -165,24 +168,15 @@ def _add_option(group: argparse._ActionsContainer, option: Option, about: str) -
         except UserError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
-    group.add_argument(
-        f"--{option.name.replace('_', '-')}",
-        type=read,
-        metavar={int: "N", float: "X"}.get(option.type, "N,N,..."),
-        help=about,
-    )
-
-
-def add_tree_shape(parser: argparse._ActionsContainer, default: tuple[int, ...] | None = None) -> None:
-    """The flag of a tree's shape; where it may be left unsaid, whoever reads it knows the default."""
-    shown = ",".join(map(str, DEFAULT_TREE))
-    parser.add_argument(
-        "--tree-shape",
-        type=whole_numbers,
-        default=default,
-        metavar="N,N,...",
-        help=f"nodes per depth of the tree ({shown})",
-    )
+    default = changes.get("default", option.default)
+    shown = ",".join(f"{one:g}" for one in default) if isinstance(default, tuple) else default
+    about = option.help if default is None or option.type is bool else f"{option.help} (default: {shown})"
+    settings: dict[str, Any] = {"dest": option.name, "default": default, "help": about}
+    if option.type is bool:
+        settings["action"] = "store_true"
+    else:
+        settings |= {"type": read, "metavar": option.metavar or _METAVARS.get(option.type, "N,N,...")}
+    group.add_argument(*(flags or (f"--{option.name.replace('_', '-')}",)), **(settings | changes))
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
@@ -200,7 +194,7 @@ def whole_number(text: str) -> int:
 
 
 def positive_number(text: str) -> int:
-    """A count of which there must be at least one."""
+    """A whole number of at least 1."""
     if (found := whole_number(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return found
@@ -213,15 +207,8 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-def numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 0,0.7,1.0") from None
-
-
 def _num_bytes(text: str) -> int:
-    """A size in bytes, or with a unit behind it."""
+    """A size in bytes, or with a unit."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if found is None or found[2] == "i" or not 0 < float(found[1]) < 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 8GB, 512MB or 1.5GiB")
@@ -229,11 +216,16 @@ def _num_bytes(text: str) -> int:
     return int(float(found[1]) * base ** (" kmgt".index(found[2][:1] or " ")))
 
 
-def load(arguments: argparse.Namespace, calibrate: bool, max_rows: int | None = None) -> LongSpec:
-    """The model that the flags name; it is measured only where `calibrate` says that method auto will run.
+def will_calibrate(arguments: argparse.Namespace) -> bool:
+    """Whether method auto will run and may measure this machine."""
+    return arguments.calibrate and arguments.method == Auto.name
 
-    `max_rows` is how many prompts the command answers at once, where no flag says otherwise: fewer rows are
-    measured and captured sooner.
+
+def load(arguments: argparse.Namespace, calibrate: bool, max_rows: int | None = None) -> LongSpec:
+    """The model that the flags name. `calibrate` measures this machine for method auto.
+
+    `max_rows` is how many prompts the command answers at once, if no flag says it: fewer rows take less time
+    to measure and capture.
     """
     from longspec.api import LongSpec
 
@@ -256,7 +248,7 @@ def load(arguments: argparse.Namespace, calibrate: bool, max_rows: int | None = 
 
 
 def options(arguments: argparse.Namespace) -> Options:
-    """The options that the flags give. Checked here, so that a bad value is told before a long load."""
+    """The options from the flags, checked here so that a bad value is refused before a long load."""
     from longspec.options import Options, read_options
 
     known = {*Options.__annotations__, *all_options()}

@@ -1,4 +1,4 @@
-"""`longspec bench`: whole answers, side by side in one run, and what is made of such runs."""
+"""`longspec bench`: measure whole answers in one run, and report such runs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,33 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longspec.cli.arguments import add_model_arguments, load, numbers, whole_number, whole_numbers
+from longspec.bench.settings import RunSetting
+from longspec.cli.arguments import (
+    add_model_arguments,
+    add_option,
+    add_options,
+    load,
+    whole_number,
+    whole_numbers,
+)
 from longspec.cli.bench_load import LOAD
 from longspec.cli.command import Command, add_commands
 from longspec.cli.terminal import printable
+from longspec.decoding.methods import Seq
 from longspec.decoding.methods.registry import choices, choose_method, find
+from longspec.option import options_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from longspec.api import LongSpec
-    from longspec.bench.run import RunSetting
     from longspec.bench.summary import Figures
     from longspec.bench.workloads import Workload
 
     Workloads = Callable[[LongSpec], Sequence[Workload]]
 
 _ABOUT = """\
-Measure this machine, side by side in one run.
+Measure decoding methods on this machine, all in one run.
 
 longspec bench generate                             decoding methods against vanilla, on prompts of many kinds
 longspec bench generate --methods vanilla --baseline hf  vanilla decoding against transformers' generate
@@ -37,8 +46,8 @@ longspec bench longbench --model_name vicuna7b --method tree --task gov_report -
 longspec bench aime --model_name qwq --method tree --id_min 60 --id_max 89
 longspec bench context --source meetings.jsonl --lengths 1024,4096 --methods tree:4x16x16 --limit 8
 longspec bench load --rates 2,5,10 --requests 200   requests that arrive one by one, and how long each waits
-longspec bench acceptance RUN --draft my-draft      what auto plans by, into the draft's folder
-longspec bench report RUN                           one HTML page of a run, or of several
+longspec bench acceptance RUN --draft my-draft      note the acceptance, for auto, in the draft's folder
+longspec bench report RUN                           one HTML page of one or more runs
 """
 _PUBLISHED_TREE = (4, 16, 16, 16, 16)
 
@@ -52,16 +61,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "JSONL file with `prompt` or `turns`; repeatable (default: builtin)",
     )
     parser.add_argument("--data", metavar="FOLDER", help="has TASK.jsonl of LongBench and aime.jsonl")
-    parser.add_argument(
-        "--limit", type=whole_number, metavar="N", help="only the first N prompts of each kind"
-    )
-    parser.add_argument(
-        "--batch",
-        type=whole_number,
-        default=1,
-        metavar="N",
-        help="answer N prompts of a kind at once (%(default)s)",
-    )
+    add_options(parser, RunSetting, "limit", "batch")
     _add_methods(parser)
     _add_run(parser, max_new_tokens=64, repeats=3)
 
@@ -77,7 +77,7 @@ def _add_context(parser: argparse.ArgumentParser) -> None:
         "--source",
         default="repo",
         metavar="NAME",
-        help="repo: Python's library to be continued; text: to be summarised; or a JSONL file with 'context' "
+        help="repo: continue Python's library; text: summarise its manual; or a JSONL file with 'context' "
         "and 'input', or 'text'",
     )
     parser.add_argument(
@@ -85,7 +85,7 @@ def _add_context(parser: argparse.ArgumentParser) -> None:
         type=whole_number,
         default=1,
         metavar="N",
-        help="prompts of each length, of a file (%(default)s)",
+        help="with a file: prompts of each length (%(default)s)",
     )
     _add_methods(parser)
     _add_run(parser, max_new_tokens=64, repeats=3)
@@ -100,7 +100,7 @@ def _add_longbench(parser: argparse.ArgumentParser) -> None:
         type=whole_number,
         default=1,
         metavar="N",
-        help="so many prompts; 0 is all (%(default)s)",
+        help="number of prompts; 0 is all (%(default)s)",
     )
     _add_published(parser, model="vicuna7b", max_gen_len=1024)
 
@@ -117,10 +117,8 @@ def _add_aime(parser: argparse.ArgumentParser) -> None:
 
 def _add_published(parser: argparse.ArgumentParser, model: str, max_gen_len: int) -> None:
     parser.add_argument("--data_path_prefix", metavar="FOLDER", help="has the data (default: from the hub)")
-    parser.add_argument("--method", default="tree", help="held against vanilla (%(default)s)")
-    parser.add_argument(
-        "--gamma", type=whole_number, default=4, metavar="N", help="chain length (%(default)s)"
-    )
+    parser.add_argument("--method", default="tree", help="compared with vanilla (%(default)s)")
+    add_options(parser, Seq, "gamma")
     parser.add_argument(
         "--tree_shape",
         type=whole_number,
@@ -139,28 +137,18 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
         "--methods",
         default="auto,lookup",
         metavar="M,M,...",
-        help=f"besides vanilla, of {', '.join(choices())}; with a size (lookup:6, seq:4, tree:4x16x16, "
-        "tree:8x32x32@64 for its best 64 nodes, +12 behind it to look up to 12 tokens up) and with options "
-        "of generate (magicdec:4:window=256, tree:acceptance=rejection) (default: %(default)s)",
+        help=f"besides vanilla, from {', '.join(choices())}; with a size (lookup:6, seq:4, tree:4x16x16, "
+        "tree:8x32x32@64 for its best 64 nodes, +12 after it for up to 12 tokens from lookup) and with "
+        "options of generate (magicdec:4:window=256, tree:acceptance=rejection) (default: %(default)s)",
     )
 
 
 def _add_run(parser: argparse.ArgumentParser, max_new_tokens: int, repeats: int) -> None:
-    """What every benchmark of whole answers takes."""
-    parser.add_argument(
-        "--max-new-tokens",
-        "--max_gen_len",
-        type=whole_number,
-        default=max_new_tokens,
-        metavar="N",
-        help="longest answer (%(default)s)",
-    )
-    parser.add_argument(
-        "--temperature", type=numbers, default=(0.0,), metavar="T,T,...", help="one or more (default: 0)"
-    )
-    parser.add_argument(
-        "--repeats", type=whole_number, default=repeats, metavar="N", help="timed (%(default)s)"
-    )
+    """The flags of every benchmark of whole answers."""
+    own = options_of(RunSetting)
+    add_option(parser, own["max_new_tokens"], "--max-new-tokens", "--max_gen_len", default=max_new_tokens)
+    add_option(parser, own["temperatures"], "--temperature")
+    add_option(parser, own["repeats"], default=repeats)
     parser.add_argument(
         "--baseline", choices=["hf"], help="transformers too, eager, compiled, and with its speculation"
     )
@@ -168,7 +156,7 @@ def _add_run(parser: argparse.ArgumentParser, max_new_tokens: int, repeats: int)
     parser.add_argument(
         "--output",
         metavar="RUN",
-        help="the run's folder; one that was broken off goes on (default: a new one in outputs/)",
+        help="the run's folder; an unfinished run continues (default: a new one in outputs/)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_model_arguments(parser)
@@ -235,19 +223,18 @@ def _published_label(arguments: argparse.Namespace) -> str:
 def _settings(
     arguments: argparse.Namespace, methods: list[str], limit: int | None = None, batch: int = 1
 ) -> RunSetting:
-    """Checked here, so that a bad value is told before a long load."""
-    from longspec.bench.run import RunSetting
+    """Checked here, so that a bad value is refused before a long load."""
     from longspec.errors import UserError
 
     if arguments.assistant and not arguments.baseline:
         raise UserError("--assistant is for --baseline hf; give both")
     return RunSetting(
-        methods=[name.strip() for name in methods if name.strip()],
-        temperatures=list(dict.fromkeys(arguments.temperature)),
-        repeats=arguments.repeats,
-        max_new_tokens=arguments.max_new_tokens,
-        limit=limit,
-        batch=batch,
+        [name.strip() for name in methods if name.strip()],
+        tuple(dict.fromkeys(arguments.temperatures)),
+        arguments.repeats,
+        arguments.max_new_tokens,
+        limit,
+        batch,
     )
 
 
@@ -262,7 +249,7 @@ def _bench(arguments: argparse.Namespace, settings: RunSetting, workloads: Workl
 
     name = f"bench-{arguments.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(arguments.output or Path("outputs") / name)
-    model = load(arguments, "auto" in settings.methods, settings.batch)
+    model = load(arguments, settings.uses_auto, settings.batch)
     chosen = workloads(model)
     others: list[Transformers] = []
     missing: dict[str, str] = {}
@@ -284,7 +271,7 @@ def _bench(arguments: argparse.Namespace, settings: RunSetting, workloads: Workl
             print(printable(markdown(figures, run)))
         what = "Rows and plots" if can_draw() else "Rows"
         shown = printable(str(output))
-        print(f"{what} are in {shown}; for a page of it: longspec bench report {shown}")
+        print(f"{what} are in {shown}; to make a page: longspec bench report {shown}")
     return 0
 
 
@@ -363,17 +350,17 @@ _COMMANDS = {
     "generate": Command(
         "Measure decoding methods against vanilla and transformers, whole answers.", _add_generate, _generate
     ),
-    "context": Command("Measure the same as the context grows to the model's limit.", _add_context, _context),
+    "context": Command("Measure the same with longer and longer prompts.", _add_context, _context),
     "longbench": Command(
         "Run the published experiment on LongBench, with its flags.", _add_longbench, _longbench
     ),
     "aime": Command("Run the published experiment on AIME 2024, with its flags.", _add_aime, _aime),
     "load": LOAD,
     "acceptance": Command(
-        "Put what runs measured of a draft into its folder: the table of auto, and the card.",
+        "Write the measured acceptance of a draft into its folder: the table for auto, and the card.",
         _add_acceptance,
         _acceptance,
     ),
-    "report": Command("Make one HTML page of a run, or of several.", _add_report, _report),
+    "report": Command("Make one HTML page of one or more runs.", _add_report, _report),
 }
 BENCH = Command(_ABOUT, lambda parser: add_commands(parser, _COMMANDS, "kind"))

@@ -8,41 +8,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longspec.cli.arguments import add_model_arguments, load, number, numbers, whole_number
+from longspec.bench.settings import LoadSetting
+from longspec.cli.arguments import add_model_arguments, add_options, load
 from longspec.cli.command import Command
 from longspec.cli.terminal import printable
+from longspec.option import options_of
 
 if TYPE_CHECKING:
     from longspec.bench.load import LoadRun, Percentiles
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
-    rates = parser.add_mutually_exclusive_group()
-    rates.add_argument(
-        "--rates", type=numbers, metavar="R,R,...", help="requests per second, one after the other"
-    )
-    rates.add_argument(
-        "--shares",
-        type=numbers,
-        metavar="S,S,...",
-        help="the same, as shares of what is answered when all are submitted at once, which is measured "
-        "first (default: 0.3,0.6,0.9)",
-    )
+    add_options(parser.add_mutually_exclusive_group(), LoadSetting, "rates", "shares")
     parser.add_argument("--workload", default="builtin", metavar="NAME", help="as for bench generate")
     parser.add_argument("--data", metavar="FOLDER", help="as for bench generate")
-    parser.add_argument(
-        "--requests",
-        type=whole_number,
-        default=64,
-        metavar="N",
-        help="at each rate; prompts are repeated as often as it takes (%(default)s)",
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=whole_number, default=64, metavar="N", help="longest answer (%(default)s)"
-    )
-    parser.add_argument("--method", default="auto", help="as one of bench generate's --methods (%(default)s)")
-    parser.add_argument("--temperature", type=number, default=0.0, metavar="T", help="(%(default)s)")
-    parser.add_argument("--seed", type=whole_number, default=0, help="of arrivals and answers (%(default)s)")
+    add_options(parser, LoadSetting, "requests", "max_new_tokens", "method", "temperature", "seed")
     parser.add_argument("--output", metavar="FILE", help="write the JSON to this file too")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_model_arguments(parser)
@@ -50,23 +30,14 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 def _load(arguments: argparse.Namespace) -> int:
     from longspec.bench.catalogue import check_name, load_workload
-    from longspec.bench.load import LoadSetting, measure_load
+    from longspec.bench.load import measure_load
     from longspec.bench.workloads import fitting
     from longspec.models.files import write_whole
     from longspec.progress import count_bar
 
     check_name(arguments.workload)
-    shares = () if arguments.rates else arguments.shares or (0.3, 0.6, 0.9)
-    setting = LoadSetting(
-        requests=arguments.requests,
-        rates=tuple(dict.fromkeys(arguments.rates or ())),
-        shares=tuple(dict.fromkeys(shares)),
-        max_new_tokens=arguments.max_new_tokens,
-        method=arguments.method,
-        temperature=arguments.temperature,
-        seed=arguments.seed,
-    )
-    model = load(arguments, calibrate=arguments.method == "auto")
+    setting = LoadSetting(**{name: getattr(arguments, name) for name in options_of(LoadSetting)})
+    model = load(arguments, calibrate=setting.uses_auto)
     data = Path(arguments.data) if arguments.data else None
     workload = fitting(load_workload(arguments.workload, model, data), model, setting.max_new_tokens)
     found = measure_load(model, workload, setting, count_bar)

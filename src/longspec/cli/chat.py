@@ -6,9 +6,9 @@ The conversation keeps its KV: a turn computes only what is new.
   longspec chat --target qwq --temperature 0.7
   longspec chat --system "You answer in French."
 
-Enter sends; Alt-Enter (or Esc, then Enter) starts a new line; pasted text stays one question. The up arrow
-brings back earlier questions, also of other days. Ctrl-C stops an answer and keeps what was said; /reset
-starts anew; /exit or Ctrl-D leaves. Without a terminal, each line of the input is a question.
+Enter sends; Alt-Enter (or Esc, then Enter) starts a new line; pasted text is one question. The up arrow shows
+earlier questions, also of earlier sessions. Ctrl-C stops an answer and keeps what was said; /reset starts a
+new conversation; /exit or Ctrl-D leaves. Without a terminal, each line of the input is a question.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from longspec.cli.arguments import (
     add_sampling_arguments,
     load,
     options,
+    will_calibrate,
 )
 from longspec.cli.command import Command
 
@@ -50,26 +51,26 @@ def _run(arguments: argparse.Namespace) -> int:
     model = load(arguments, calibrate=False, max_rows=1)
     if not model.tokenizer.chat_template:
         raise UserError(f"{model.name} has no chat template; use `longspec generate --raw` with it")
-    if arguments.calibrate and arguments.method == "auto":
+    if will_calibrate(arguments):
         _calibrate(model)
     print(
         f"{printable(model.name)}: Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer, "
-        "/reset starts anew, /exit or Ctrl-D leaves."
+        "/reset starts a new conversation, /exit or Ctrl-D leaves."
     )
     _talk(model, [{"role": "system", "content": arguments.system}] if arguments.system else [], chosen)
     return 0
 
 
 def _calibrate(model: LongSpec) -> None:
-    """Measure this machine; Ctrl-C stops the measuring, not the chat."""
+    """Measure this machine; Ctrl-C stops the measurement, not the chat."""
     try:
         model.calibrate(progress=True)
     except KeyboardInterrupt:
-        print("(not measured: method auto goes by defaults until the next start)")
+        print("(not measured: method auto uses default costs until the next start)")
 
 
 def _talk(model: LongSpec, opening: list[dict[str, str]], chosen: Options) -> None:
-    """Questions and answers until the user leaves, which Ctrl-C does not do."""
+    """Questions and answers until the user leaves; Ctrl-C does not leave."""
     from longspec.cli.terminal import printable
 
     # Without a terminal, each line is a question.
@@ -96,7 +97,7 @@ def _talk(model: LongSpec, opening: list[dict[str, str]], chosen: Options) -> No
 
 
 def _turn(model: LongSpec, messages: list[dict[str, str]], text: str, chosen: Options) -> None:
-    """One question and its answer; an error, or a stop before it begins, leaves the conversation alone."""
+    """One question and its answer. An error, or a stop before the first token, changes nothing."""
     from longspec.cli.terminal import figures, printable, write
     from longspec.errors import UserError
 
@@ -110,7 +111,7 @@ def _turn(model: LongSpec, messages: list[dict[str, str]], text: str, chosen: Op
             except KeyboardInterrupt:
                 write(" (stopped)")
     except UserError as error:
-        print(f"longspec: {printable(str(error))} (/reset starts anew)", file=sys.stderr)
+        print(f"longspec: {printable(str(error))} (/reset starts a new conversation)", file=sys.stderr)
         return
     write("\n")
     if not stream.result.tokens:
@@ -120,18 +121,18 @@ def _turn(model: LongSpec, messages: list[dict[str, str]], text: str, chosen: Op
 
 
 def _within_room(model: LongSpec, messages: list[dict[str, str]], chosen: Options) -> Options:
-    """A conversation goes on to the end of the context, with shorter answers than asked for at last."""
+    """Shorten the last answers, so that a conversation can use the whole context."""
     wanted = chosen.get("max_new_tokens")
     if wanted is None:
         return chosen
     tokens = model.encoder.encode(messages, raw=False, vocab_size=model.target.config.vocab_size)
-    # Where there is no room at all, `stream` says so.
+    # If there is no room at all, `stream` refuses.
     room = max(1, model.engine.max_length - len(tokens))
     return {**chosen, "max_new_tokens": min(wanted, room)}
 
 
 def _line_editor() -> Callable[[], str]:
-    """Reads a question of one or more lines. A terminal marks what is pasted, so its lines stay together."""
+    """Reads a question of one or more lines. A terminal marks pasted text, so its lines stay together."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
@@ -152,7 +153,7 @@ def _line_editor() -> Callable[[], str]:
 
 
 def _history() -> History:
-    """Earlier questions, kept in the cache folder where that can be written."""
+    """Earlier questions, kept in the cache folder if it can be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     from longspec.hub import cache_dir

@@ -1,4 +1,4 @@
-"""What a command of `longspec` is, and how one gets its parser."""
+"""A command of `longspec`, and its parser."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from longspec.cli.terminal import one_line
 
 @dataclass(frozen=True)
 class Command:
-    """A name behind `longspec`, or behind a command that has commands of its own."""
+    """A command of `longspec`, or of a command that has commands of its own."""
 
     about: str
-    """Its help page; the first line stands in lists of commands."""
+    """Its help page; lists of commands show the first line."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int] | None = None
     """Returns the exit code. None for a command that has commands of its own."""
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Leaves the flags that need not be given out of the first line: there are too many of them."""
+    """Shows only the required flags in the first line, because there are too many others."""
 
     def add_usage(
         self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: str | None = None
@@ -32,7 +32,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses a bad command line with one line, where argparse prints a page of usage first."""
+    """Refuses a bad command line with one line; argparse would print a page of usage first."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=_Help, **options)
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command], dest: str) -> None:
-    """Give `parser` these commands; `dest` will hold the name of the one that is given."""
+    """Give `parser` these commands; `dest` will be the name of the chosen one."""
     parsers = parser.add_subparsers(dest=dest, required=True, metavar="COMMAND")
     for name, command in commands.items():
         summary = command.about.splitlines()[0].rstrip(".:")
@@ -53,7 +53,7 @@ def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command
             description=command.about,
         )
         added.set_defaults(handler=command.run, parser=added)
-        # Without a default, because it would overrule a --debug that stands before the command.
+        # Without a default, because that would override a --debug before the command.
         add_debug(added, default=argparse.SUPPRESS)
         command.add_arguments(added)
 

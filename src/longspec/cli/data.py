@@ -1,4 +1,4 @@
-"""`longspec data`: make training data, and look at what was made."""
+"""`longspec data`: make training data, and look at it."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longspec.cli.arguments import add_target, whole_number
+from longspec.cli.arguments import add_option, add_options, add_target, whole_number
 from longspec.cli.command import Command, add_commands
 from longspec.cli.synthesize import SYNTHESIZE
 from longspec.cli.terminal import in_colour, printable
+from longspec.data.options import PrepareOptions
+from longspec.option import options_of
 
 if TYPE_CHECKING:
     from longspec.data.prepare import PrepareSummary
     from longspec.data.shards import Packed
 
 _ABOUT = """\
-Make training data, and look at what was made.
+Make training data, and look at it.
 
 longspec data prepare text.jsonl --output data     tokenise and pack text
 longspec data synthesize --output own --tokens 1M  let the target write it
-longspec data info data                            what a dataset holds, and where it is from
-longspec data show data --index 3                  a sequence for human eyes
+longspec data info data                            the figures and sources of a dataset
+longspec data show data --index 3                  a sequence as readable text
 """
 _PREPARE = """\
 Tokenise text and pack it into a dataset of sequences of one length.
 
 Inputs are JSONL files (plain, .gz, .xz, .zst), parquet files, folders of them, and folders that Hugging Face
-datasets wrote with save_to_disk. They are streamed. A run that was stopped goes on where it was when the same
-command is given again.
+datasets wrote with save_to_disk. They are streamed. To continue a run that was stopped, give the same command
+again.
 
 plain text, one {"text": ...} per line, cut into sequences of 1024 tokens:
   longspec data prepare books.jsonl.xz --output data/base --licence "public domain"
@@ -62,7 +64,7 @@ packing: stream (documents joined, cut at sequence ends), whole (documents stay 
   single (one document per sequence)
 """
 _INFO = """\
-Show what a dataset holds: sequences, tokens, padding, roles, and where the text is from.
+Show the figures of a dataset: sequences, tokens, padding, roles, and where the text is from.
 
 longspec data info data/base
 """
@@ -80,64 +82,17 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="where the dataset goes")
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON object")
     add_target(parser.add_argument_group("tokenizer (the target's weights are not needed)"))
-    _add_record_arguments(parser.add_argument_group("records"))
-    _add_sequence_arguments(parser.add_argument_group("sequences"))
-
-
-def _add_record_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--template", default="text", metavar="NAME", help="see above (default: %(default)s)")
+    group = parser.add_argument_group("records")
     group.add_argument("--align", action="append", default=[], metavar="NAME", help="see above; repeatable")
     group.add_argument(
         "--rename", action="append", type=_pair, default=[], metavar="OLD=NEW", help="a field; repeatable"
     )
-    group.add_argument("--think", action="store_true", help="cot: put reasoning between <think> and </think>")
-    group.add_argument("--split", metavar="NAME", help="of a save_to_disk folder that has several")
-    group.add_argument(
-        "--skip", type=whole_number, default=0, metavar="N", help="leave out the first N records"
-    )
-    group.add_argument("--limit", type=whole_number, metavar="N", help="then take at most N records")
-    group.add_argument(
-        "--min-tokens",
-        type=whole_number,
-        default=2,
-        metavar="N",
-        help="drop shorter documents (default: %(default)s)",
-    )
-    group.add_argument("--skip-bad", action="store_true", help="count bad records and files, and go on")
-    group.add_argument("--licence", default="unknown", help="of the text (default: %(default)s)")
-    group.add_argument(
-        "--licence-field", metavar="FIELD", help="where a record says its own, like meta.licence"
-    )
-    group.add_argument(
-        "--source-field", metavar="FIELD", help="where a record says its origin (input's name)"
-    )
-
-
-def _add_sequence_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--seq-length",
-        type=whole_number,
-        default=1024,
-        metavar="N",
-        help="tokens per sequence (default: %(default)s)",
-    )
-    group.add_argument("--pack", default="stream", metavar="NAME", help="see above (default: %(default)s)")
-    group.add_argument(
-        "--truncate", action="store_true", help="whole, single: drop what of a document exceeds a sequence"
-    )
-    group.add_argument(
-        "--shard-sequences",
-        type=whole_number,
-        metavar="N",
-        help="sequences per shard (default: 8 million tokens)",
-    )
-    group.add_argument(
-        "--workers",
-        type=whole_number,
-        default=len(os.sched_getaffinity(0)),
-        metavar="N",
-        help="processes that tokenise; the result does not depend on it (default: one per core, %(default)s)",
-    )
+    add_options(group, PrepareOptions, "template", "think", "split", "skip", "limit", "min_tokens")
+    add_options(group, PrepareOptions, "skip_bad", "licence", "licence_field", "source_field")
+    group = parser.add_argument_group("sequences")
+    add_options(group, PrepareOptions, "seq_length", "pack", "truncate", "shard_sequences")
+    # One for each core.
+    add_option(group, options_of(PrepareOptions)["workers"], default=len(os.sched_getaffinity(0)))
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -148,7 +103,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    from longspec.data.prepare import PrepareOptions, prepare
+    from longspec.data.prepare import prepare
 
     names = {field.name for field in fields(PrepareOptions)}
     options = PrepareOptions(
@@ -207,7 +162,7 @@ def _info(arguments: argparse.Namespace) -> int:
     info = found.info
     print(f"{printable(arguments.folder)}: {info.num_sequences:,} sequences of {info.seq_length:,} tokens")
     print(f"  tokens      {info.num_tokens:,}, {found.num_different:,} different of {info.vocab_size:,}")
-    print(f"  documents   {found.num_documents:,}, counted anew in each sequence")
+    print(f"  documents   {found.num_documents:,}, counted again in each sequence")
     shares = ", ".join(f"{name} {share:.1%}" for name, share in found.role_shares.items() if share)
     print(f"  roles       {shares}")
     print(f"  shards      {info.num_shards}")
@@ -284,7 +239,7 @@ def _show_one(index: int, one: Packed, tokenizer: Any, colour: bool) -> None:
             print(_paint(label, _COLOURS[name], colour))
             continue
         print(_paint(label, "2", colour))
-        # What a tokenizer decodes can hold escape sequences; those are shown, not obeyed.
+        # Decoded text can have escape sequences; the terminal must show them, not obey them.
         print(_paint(printable(tokenizer.decode(span.tokens)), _COLOURS[name], colour))
 
 

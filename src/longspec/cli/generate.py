@@ -1,6 +1,6 @@
 """Answer one prompt, streaming the text.
 
-The last line, on stderr, has the figures. In it tau is how many tokens a round emits: the target runs once a
+The last line, on stderr, has the figures. tau is the number of tokens per round: the target runs once per
 round, and vanilla emits one token each time.
 
 longspec generate "Why is the sky blue?"
@@ -25,6 +25,7 @@ from longspec.cli.arguments import (
     add_sampling_arguments,
     load,
     options,
+    will_calibrate,
 )
 from longspec.cli.command import Command
 from longspec.decoding.methods.registry import all_options
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from longspec.generation import Generation
     from longspec.options import Options
 
-# How often --compare has each of the two answer: the faster time counts, because disturbances only slow down.
+# How many answers of each --compare times. The fastest counts, because disturbances only slow down.
 _TURNS = 2
 
 
@@ -48,13 +49,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="print the answer once it is whole, each token marked by how it came: drafted and accepted at "
-        "which depth, or from the target itself",
+        help="print the answer at the end, with a mark on each token: the depth at which it was drafted and "
+        "accepted, or none if it is the target's own",
     )
     parser.add_argument(
         "--compare",
         action="store_true",
-        help=f"afterwards, have the method and vanilla answer {_TURNS} more times each, and tell how much "
+        help=f"afterwards, time {_TURNS} more answers each of the method and of vanilla, and print how much "
         "faster the method is",
     )
     add_model_arguments(parser)
@@ -71,7 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{flag} is for people and --json for machines; give one of them")
     prompt = _read_prompt(arguments)
     chosen = options(arguments)
-    model = load(arguments, calibrate=arguments.calibrate and arguments.method == "auto", max_rows=1)
+    model = load(arguments, calibrate=will_calibrate(arguments), max_rows=1)
     if arguments.json:
         print(json.dumps(model.generate(prompt, **chosen).to_json()))
         return 0
@@ -91,7 +92,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _compare(model: LongSpec, prompt: str, chosen: Options, result: Generation) -> None:
-    """Print how much faster the method decodes than vanilla, and whether they say the same."""
+    """Print how much faster the method decodes than vanilla, and whether the answers are the same."""
     from longspec.progress import count_bar
 
     if result.tokens < 2:
@@ -122,7 +123,7 @@ def _explain(result: Generation, tokenizer: Any) -> None:
 
     colour, shown, pieces = in_colour(), 0, []
     for piece in pieces_of(tokenizer, result.token_ids):
-        # The tokens may go on into a stop string, which is no part of the text.
+        # The tokens may include a stop string, which is not part of the text.
         pieces.append(piece[: len(result.text) - shown])
         shown += len(pieces[-1])
     print(explained(pieces, result.depths, colour))

@@ -1,4 +1,4 @@
-"""`longspec`: the parser, and what happens when something goes wrong."""
+"""`longspec`: the parser, and how errors are shown."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from longspec.cli.command import Command, Parser, add_commands, add_debug
 from longspec.cli.terminal import one_line, open_streams
 
 _DESCRIPTION = """\
-Lossless speculative decoding for long contexts: Llama and Qwen models answer faster and say the same.
+Lossless speculative decoding for long contexts: Llama and Qwen models answer faster, with the same words.
 
-  longspec generate "Why is the sky blue?"      answer once, with the model that comes along
+  longspec generate "Why is the sky blue?"      answer once, with the default model
   longspec chat                                 talk to it
   longspec serve                                answer over HTTP, with a page to try it
   longspec models                               models that have a short name
-  longspec info qwq                             how large a model is, and what memory decoding takes
+  longspec info qwq                             the size of a model, and the memory that decoding needs
   longspec data prepare text.jsonl -o data      tokenise text to train a draft on
 
 Shell completion: longspec completion bash > ~/.local/share/bash-completion/completions/longspec
@@ -53,12 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _tell("\ninterrupted")
         return 130
     except BrokenPipeError:
-        # The reader left (`| head`): not an error, and nothing more can be said on stdout.
+        # The reader has ended (`| head`). This is not an error, but nothing more can be printed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
-            error.filename = "standard output"  # whoever writes a file names it
+            error.filename = "standard output"  # errors about files have a name
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if arguments.debug or not _is_for_users(error):
             raise
@@ -113,18 +113,18 @@ def _print_completion(arguments: argparse.Namespace) -> int:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """One line, as for an error, without the place in the code."""
+    """One line, as for an error, without the line of code."""
     _tell(f"longspec: warning: {one_line(str(message))}")
 
 
 def _tell(text: str) -> None:
-    """On standard error, if it can be written to: the exit code says the rest."""
+    """Print to standard error, if that is possible; the exit code says the rest."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def _is_for_users(error: BaseException) -> bool:
-    """A plain ValueError is a bug of ours and keeps its traceback; the rest the user can act on."""
+    """A plain ValueError is a bug of ours and keeps its traceback; the user can act on the others."""
     from longspec.errors import UserError
 
     return isinstance(error, (UserError, OSError, MemoryError))

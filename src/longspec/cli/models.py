@@ -1,4 +1,4 @@
-"""`longspec models` and `longspec info`: which targets there are, and what memory one takes."""
+"""`longspec models` and `longspec info`: the known targets, and the memory that a target needs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from longspec.cli.arguments import (
-    DEFAULT_TARGET,
     add_device,
+    add_options,
     add_size_arguments,
     add_source,
-    add_tree_shape,
     positive_number,
 )
 from longspec.cli.command import Command
 from longspec.cli.terminal import printable
-from longspec.config import DEFAULT_TREE
+from longspec.decoding.methods import Tree
+from longspec.hub.registry import DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from longspec.config import DraftConfig
@@ -29,9 +29,9 @@ List the models that have a short name.
 Any other Llama, Qwen2 or Qwen3 model works too: give its hub id, folder or .gguf file as --target.
 """
 _INFO = """\
-Show a target's size, and plan the memory of decoding with it.
+Show the size of a target, and plan the memory for decoding with it.
 
-Each part is held against this machine's memory. Only the config is fetched for a model that is not on disk.
+Each part is compared with this machine's memory. If the model is not on disk, only its config is fetched.
 
 longspec info qwq
 longspec info llama8b --context 131072 --batch 4 --dtype bfloat16
@@ -89,10 +89,10 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         metavar="DRAFT",
-        help="as for generate (default: the one that comes with longspec for this target, or else one of the "
-        "published architecture; 'none' for none)",
+        help="as for generate (default: the draft of this target that comes with longspec, or else one with "
+        "the published architecture; 'none': no draft)",
     )
-    add_tree_shape(parser)
+    add_options(parser, Tree, "tree_shape")
     add_size_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -104,7 +104,6 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
-    from longspec.decoding.methods import Tree
     from longspec.engine.memory import page_size, plan_decoding, size_engine
     from longspec.errors import UserError
     from longspec.hub import resolve
@@ -121,8 +120,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     context, batch = arguments.context or limit, arguments.batch
     if context > limit:
         raise UserError(f"--context is {context}; the target's limit is {limit} tokens")
-    shape = DEFAULT_TREE if arguments.tree_shape is None else arguments.tree_shape
-    Tree(shape)  # refuses what is wrong
+    shape = Tree(arguments.tree_shape).tree_shape  # refuses a bad one
     draft_name, draft = _draft(arguments, files.entry)
     budget = plan_decoding(config, draft, context, batch, shape, dtype, device)
     per_token = config.kv_bytes_per_token(dtype.itemsize)
@@ -136,7 +134,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
         engine = asdict(size) | {"kv_tokens": size.num_tokens}
     except UserError:
-        engine = None  # there is no room for it, as the report says
+        engine = None  # it does not fit, as the report says
     return {
         "target": files.name,
         "family": config.family,
@@ -164,7 +162,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _draft(arguments: argparse.Namespace, entry: ModelEntry | None) -> tuple[str | None, DraftConfig | None]:
-    """The draft that `generate` would take and its config; what is published is not fetched for that."""
+    """The draft that `generate` would use, and its config; a published one is not fetched."""
     from longspec.hub import default_draft, resolve_draft, shipped_draft
     from longspec.models.draft_files import PUBLISHED, read_draft_config
 
@@ -206,7 +204,7 @@ def _report(facts: dict[str, Any]) -> str:
     lines.append(f"  {'free':14} {free:>9}  of {whole}: {verdict}")
     if left < 0:
         lines.append(
-            "It does not fit: a shorter --context, a smaller --batch or --dtype, or another --device"
+            "It does not fit: use a shorter --context, a smaller --batch or --dtype, or another --device"
         )
     beside = "with its draft" if facts["draft"] else "without a draft"
     lines.append(

@@ -1,15 +1,15 @@
-"""Let the target write training data for its draft: no dataset is needed.
+"""Let the target write training data for its draft, without a dataset.
 
-From the chat template's user prefix the target samples a question, then it answers it. It can also answer
-prompts of yours, or continue documents, or do all of it by shares. Loops and near-duplicates are dropped.
+The target continues the chat template's user prefix to a question, then answers it. It can also answer your
+prompts, continue documents, or do all of these by shares. Loops and near-duplicates are dropped.
 
 longspec data synthesize --output data/own --tokens 10M
 longspec data synthesize --output data/own --tokens 2M --prefixes topics.txt --temperatures 0,0.7
 longspec data synthesize --output data/mix --tokens 10M --mode questions:0.6,prompts:0.2,documents:0.2 \\
     --prompts prompts.jsonl --documents books.jsonl
 
-Stopped, even by kill -9, it goes on when the same command is run again, and the result is the same bytes: a
-sample is decided by the seed and its number, on the same kind of device with the same batch.
+After a stop, even by kill -9, run the same command again to continue. The result has the same bytes, because
+the seed and the number of a sample decide it, on the same kind of device with the same batch.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import re
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from longspec.cli.arguments import add_device, add_target, number, numbers, whole_number
+from longspec.cli.arguments import add_device, add_options, add_target
 from longspec.cli.command import Command
 from longspec.cli.terminal import printable
+from longspec.data.options import SynthesisOptions
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--output", required=True, type=Path, metavar="FOLDER", help="where the dataset goes")
-    add(
+    parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="where the dataset goes")
+    parser.add_argument(
         "--tokens",
         required=True,
         type=_amount,
         metavar="N",
-        help="at least so many, prompts included, such as 500k or 10M",
+        help="how many at least, with prompts, such as 500k or 10M",
     )
-    add("--json", action="store_true", help="print one JSON object instead of the summary")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the summary")
     group = parser.add_argument_group("what is written")
     group.add_argument(
         "--mode",
@@ -47,95 +47,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="questions: the target asks itself and answers (default); prompts: it answers --prompts; "
         "documents: it continues --documents; shares count samples",
     )
-    group.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="JSONL with 'prompt', 'turns' (answered one after the other) or 'messages'",
-    )
-    group.add_argument("--documents", type=Path, metavar="FILE", help="JSONL with 'text'")
-    group.add_argument(
-        "--prefixes",
-        type=Path,
-        metavar="FILE",
-        help="how questions begin, one per line, for variety: 'Translate to French:'",
-    )
-    group.add_argument(
-        "--given-tokens",
-        type=whole_number,
-        default=256,
-        metavar="N",
-        help="how long a piece of a document is continued (default: %(default)s)",
-    )
-    group.add_argument(
-        "--licence", metavar="TEXT", help="what the data is under (default: as the target's files say)"
-    )
-    _add_sampling(parser)
-    _add_running(parser)
-
-
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    add_options(group, SynthesisOptions, "prompts", "documents", "prefixes", "given_tokens", "licence")
     group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--temperatures",
-        type=numbers,
-        default=(0.0, 0.3, 0.7, 1.0),
-        metavar="T,T,...",
-        help="each answer is written at one of them; 0 is greedy (default: 0,0.3,0.7,1.0)",
-    )
-    group.add_argument(
-        "--question-temperature",
-        type=number,
-        default=1.0,
-        metavar="T",
-        help="of the questions (default: %(default)s)",
-    )
-    lengths = {
-        "--max-new-tokens": (512, "longest answer"),
-        "--max-question-tokens": (128, "longest question; one that does not end is dropped"),
-    }
-    for flag, (default, what) in lengths.items():
-        group.add_argument(
-            flag, type=whole_number, default=default, metavar="N", help=f"{what} (default: %(default)s)"
-        )
-    group.add_argument(
-        "--seed", type=whole_number, default=0, help="another one gives other data (default: %(default)s)"
-    )
-
-
-def _add_running(parser: argparse.ArgumentParser) -> None:
+    add_options(group, SynthesisOptions, "temperatures", "question_temperature", "max_new_tokens")
+    add_options(group, SynthesisOptions, "max_question_tokens", "seed")
     group = parser.add_argument_group("target and shards")
     add_target(group)
     add_device(group)
-    group.add_argument(
-        "--seq-length",
-        type=whole_number,
-        default=1024,
-        metavar="N",
-        help="tokens of a packed sequence, and the most of a sample (default: %(default)s)",
-    )
-    group.add_argument(
-        "--batch",
-        type=whole_number,
-        metavar="N",
-        help="rows at once (default: what fits, at most 2048 on a GPU and 32 on a CPU)",
-    )
-    group.add_argument(
-        "--shard-samples",
-        type=whole_number,
-        metavar="N",
-        help="most samples of a shard; what is lost when it is stopped (default: 16 x batch)",
-    )
-    group.add_argument(
-        "--seconds",
-        type=number,
-        metavar="N",
-        help="begin no shard after so many and finish with fewer tokens, for a machine that is lent",
-    )
+    add_options(group, SynthesisOptions, "seq_length", "batch", "shard_samples", "seconds")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from longspec.data.samples import SynthesisOptions
     from longspec.data.synthesize import synthesize
 
     names = {field.name for field in fields(SynthesisOptions)}

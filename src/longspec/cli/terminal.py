@@ -1,4 +1,4 @@
-"""Writing a model's words to a terminal."""
+"""Write a model's text to a terminal."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ if TYPE_CHECKING:
 
     from longspec.generation import Generation
 
-# A model can be talked into writing escape sequences; the terminal must not obey them. C0 controls and DEL
-# are shown by Unicode's pictures of them, C1 controls by the replacement character.
+# A model may write escape sequences; the terminal must not obey them. C0 controls and DEL are shown as their
+# Unicode pictures, C1 controls as the replacement character.
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
-# Of the 256-colour palette, light green to dark: depth 1, 2, ...
+# Of the 256-colour palette, light green to dark green: depth 1, 2, ...
 _SHADES = (194, 157, 120, 83, 41)
 
 
 def open_streams() -> None:
-    """Make the standard streams usable: a closed one leads nowhere, what one cannot encode or
-    decode is replaced."""
+    """Make the standard streams usable: a closed one becomes /dev/null, and bad characters are replaced."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
@@ -38,21 +37,20 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """What goes to the terminal as a message, whatever is in it: one line that the terminal only shows."""
+    """Any text as one printable line."""
     return printable(" ".join(text.split()))
 
 
 def write(text: str) -> None:
-    """Put a piece of an answer on stdout at once."""
+    """Print a piece of an answer at once."""
     sys.stdout.write(printable(text))
     sys.stdout.flush()
 
 
 def explained(pieces: Sequence[str], depths: Sequence[int], colour: bool) -> str:
-    """An answer with each token marked by how it came.
+    """An answer with a mark on each token that was drafted and accepted; the target's own tokens are plain.
 
-    In colour: green is drafted and accepted, the darker the deeper; what the target said itself is plain.
-    Without: an accepted token stands in braces with its depth, {2:so}.
+    In colour the mark is green, darker for deeper nodes. Without colour it is braces with the depth, {2:so}.
     """
     marked = []
     for piece, depth in zip(pieces, depths, strict=True):
@@ -69,7 +67,7 @@ def explained(pieces: Sequence[str], depths: Sequence[int], colour: bool) -> str
 
 
 def legend(colour: bool) -> str:
-    """What `explained` means."""
+    """Explains the marks of `explained`."""
     if not colour:
         return "[{N:token}: drafted and accepted at depth N; the rest: from the target itself]"
     shades = " ".join(f"\x1b[48;5;{shade}m\x1b[30m {depth} \x1b[0m" for depth, shade in enumerate(_SHADES, 1))
@@ -82,7 +80,7 @@ def in_colour() -> bool:
 
 
 def figures(result: Generation) -> str:
-    """One line on how it went; tau is explained in it, because this is where most people meet it."""
+    """The figures in one line. It explains tau, because most users see tau here first."""
     parts = [f"{result.tokens} token{'' if result.tokens == 1 else 's'}"]
     # The first token comes from the prompt, so one alone has no speed.
     if result.tokens > 1:

@@ -48,7 +48,7 @@ def _add_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def _plot(arguments: argparse.Namespace) -> int:
-    from longspec.train.plot import plot
+    from longspec.train.report import plot
 
     print(printable(str(plot(Path(arguments.run), Path(arguments.output) if arguments.output else None))))
     return 0

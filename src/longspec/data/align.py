@@ -1,7 +1,7 @@
-"""Aligners: named functions that give a record the fields that a template expects.
+"""Aligners: functions that give a record the fields that a template expects.
 
-An aligner takes a record and its place in the input, and returns a record. `--align NAME` picks one; several
-run in the order given, after `--rename`.
+An aligner takes a record and its place in the input, and returns a record. `--align NAME` chooses one;
+several run in the given order, after `--rename`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class BadRecord(ValueError):
 
 
 def rename(pairs: Sequence[tuple[str, str]]) -> Aligner:
-    """An aligner that gives fields other names; a dot reaches into objects, as in `meta.lang`."""
+    """An aligner that renames fields; a dot reaches into objects, as in `meta.lang`."""
 
     def renamed(record: Record, place: str) -> Record:
         old = [name for name, _ in pairs]
@@ -29,7 +29,7 @@ def rename(pairs: Sequence[tuple[str, str]]) -> Aligner:
 
 
 def look_up(record: Record, name: str) -> Any:
-    """The value of a field, None where there is none; a dot in the name reaches into an object."""
+    """The value of a field, or None; a dot in the name reaches into an object."""
     value: Any = record
     if name in record:
         return record[name]
@@ -49,7 +49,7 @@ def list_field(record: Record, name: str) -> list[Any]:
 def _field(record: Record, name: str, kind: type, wanted: str) -> Any:
     if name not in record:
         there = ", ".join(record) or "none"
-        raise BadRecord(f"it has no field {name!r}, only {there}; --rename FIELD={name} takes another")
+        raise BadRecord(f"it has no field {name!r}, only {there}; use another with --rename FIELD={name}")
     value = record[name]
     if not isinstance(value, kind):
         found = "null" if value is None else f"of type {type(value).__name__}"
@@ -58,7 +58,7 @@ def _field(record: Record, name: str, kind: type, wanted: str) -> Any:
 
 
 def add_id(record: Record, place: str) -> Record:
-    """Where there is no `id`, add one: the file and the record's number in it."""
+    """If there is no `id`, add one: the file and the record's number in it."""
     return record if record.get("id") is not None else {**record, "id": place}
 
 
@@ -83,10 +83,10 @@ def from_sharegpt(record: Record, place: str) -> Record:
 
 
 def split_thought(record: Record, place: str) -> Record:
-    """An `answer` that begins with its thought between `<think>` and `</think>`: that becomes `reasoning`."""
+    """If `answer` begins with a thought between `<think>` and `</think>`, move it to `reasoning`."""
     thought, mark, answer = text_field(record, "answer").partition("</think>")
     if not mark:
-        raise BadRecord("its field 'answer' holds no '</think>'")
+        raise BadRecord("its field 'answer' has no '</think>'")
     return {**record, "reasoning": thought + mark, "answer": answer}
 
 

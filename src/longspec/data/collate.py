@@ -1,4 +1,4 @@
-"""From packed sequences to the tensors of a training batch: which tokens, of which document, which count."""
+"""Make the tensors of a training batch from packed sequences: tokens, documents, and which tokens count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longspec.data.shards import Packed, Role
 from longspec.errors import UserError, entry
 
 Learnt = Callable[[NDArray[np.uint8], bool], NDArray[np.bool_]]
-"""From the roles [T], and whether prompts are masked, to the tokens that may count [T]."""
+"""Takes the roles [T] and whether prompts are masked; returns which tokens may count [T]."""
 
 
 @dataclass(frozen=True)
@@ -25,24 +25,24 @@ class Batch:
     starts: torch.Tensor
     """[B, T] int64: for each token, where in its row its document starts."""
     learn: torch.Tensor
-    """[B, T] bool: whether predicting this token counts. Never so for a document's first token, which nothing
-    precedes, nor for padding."""
+    """[B, T] bool: whether predicting this token counts. Padding and the first token of a document never
+    count."""
 
 
 def _base(roles: NDArray[np.uint8], mask_prompt: bool) -> NDArray[np.bool_]:
     """Plain text: everything counts."""
     if mask_prompt:
-        raise UserError("the collator 'base' learns prompts as well: take 'long' to mask them")
+        raise UserError("the collator 'base' learns prompts too: use 'long' to mask them")
     return roles != Role.PAD
 
 
 def _long(roles: NDArray[np.uint8], mask_prompt: bool) -> NDArray[np.bool_]:
-    """Long documents: the prompts count unless they are masked."""
+    """Long documents: prompts count unless they are masked."""
     return roles > Role.PROMPT if mask_prompt else roles != Role.PAD
 
 
 def _cot(roles: NDArray[np.uint8], mask_prompt: bool) -> NDArray[np.bool_]:
-    """Chain of thought: reasoning and answer count, questions never do, whatever `mask_prompt` says."""
+    """Chain of thought: reasoning and answers count, questions never, whatever `mask_prompt` says."""
     return roles > Role.PROMPT
 
 
@@ -50,7 +50,7 @@ COLLATORS: dict[str, Learnt] = {"base": _base, "long": _long, "cot": _cot}
 
 
 def collate(sequences: Sequence[Packed], kind: str, mask_prompt: bool) -> Batch:
-    """The batch of these sequences, of equal length, for one of `COLLATORS`."""
+    """The batch of these sequences, which have equal lengths; `kind` is one of `COLLATORS`."""
     learnt = entry("collator", kind, COLLATORS)
     lengths = {len(one.tokens) for one in sequences}
     if len(lengths) != 1:

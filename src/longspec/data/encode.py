@@ -1,4 +1,4 @@
-"""From raw records to documents of tokens: align, template, tokenise. This is what worker processes do."""
+"""Turn raw records into documents of tokens: align, template, tokenise. Worker processes run this."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspec.data.align import ALIGNERS, Aligner, BadRecord, Record, look_up, rename
+from longspec.data.options import Recipe
 from longspec.data.pack import Document
 from longspec.data.read import Chunk
 from longspec.data.shards import tokenizer_fingerprint
@@ -19,20 +20,7 @@ from longspec.data.template import TEMPLATES, Chat, Piece, Rendered
 from longspec.errors import UserError, entry
 from longspec.prompts import tokenizer_explained
 
-_BATCH_CHARACTERS = 1 << 20  # per call of the tokenizer, whose results take a hundred bytes per token
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How a record becomes a document."""
-
-    template: str = "text"
-    renames: tuple[tuple[str, str], ...] = ()
-    aligners: tuple[str, ...] = ()
-    think: bool = False
-    licence: str = "unknown"
-    licence_field: str | None = None
-    source_field: str | None = None
+_BATCH_CHARACTERS = 1 << 20  # per call of the tokenizer; its results take a hundred bytes per token
 
 
 @dataclass(frozen=True)
@@ -47,7 +35,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Bad:
-    """A record, or a file from there on, that could not be used."""
+    """A record, or the rest of a file, that cannot be used."""
 
     number: int
     place: str
@@ -55,7 +43,7 @@ class Bad:
 
 
 def encode_chunk(encoder: Encoder, chunk: Chunk) -> list[Encoded | Bad]:
-    """Every record of the chunk in its order, as a document or as what is wrong with it."""
+    """Every record of the chunk in order: a document, or what is wrong with the record."""
     drafts: list[tuple[int, Rendered, str, str] | Bad] = []
     for number, raw in chunk.records:
         place = chunk.file.place(number)
@@ -80,7 +68,7 @@ def encode_chunk(encoder: Encoder, chunk: Chunk) -> list[Encoded | Bad]:
 
 
 class Encoder:
-    """A tokenizer, a template and what comes before it."""
+    """Aligners, a template and a tokenizer."""
 
     def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
         self.recipe, self.tokenizer = recipe, tokenizer
@@ -88,7 +76,7 @@ class Encoder:
         self._aligners = [*steps, *(entry("aligner", name, ALIGNERS) for name in recipe.aligners)]
         self._template = entry("template", recipe.template, TEMPLATES)
         if not tokenizer.is_fast:
-            raise UserError(f"the tokenizer {tokenizer.name_or_path} has no fast form (tokenizer.json)")
+            raise UserError(f"the tokenizer {tokenizer.name_or_path} has no fast version (tokenizer.json)")
         self._chat = Chat(tokenizer, recipe.think)
         self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
         self.eos_id: int | None = self.tokenizer.eos_token_id
@@ -97,18 +85,17 @@ class Encoder:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of vocabulary and chat template, which together shape the tokens."""
+        """A hash of all that decides the tokens: the vocabulary and the chat template."""
         template = json.dumps(self.tokenizer.chat_template)
         return f"{tokenizer_fingerprint(self.tokenizer)}-{hashlib.sha256(template.encode()).hexdigest()[:8]}"
 
     def align(self, record: Record, place: str) -> Record:
-        """The record after renaming and the aligners."""
         for step in self._aligners:
             record = step(record, place)
         return record
 
     def render(self, record: Record) -> Rendered:
-        """The record by the template, its pieces checked."""
+        """Apply the template, and check its pieces."""
         rendered = self._template(record, self._chat)
         for content, _ in rendered.pieces:
             if isinstance(content, str):
@@ -118,7 +105,7 @@ class Encoder:
         return rendered
 
     def origin(self, record: Record, source: str) -> tuple[str, str]:
-        """Where the record says it is from and under what licence, else what holds for all."""
+        """The record's own source and licence, or those of the whole input."""
         recipe = self.recipe
         names = []
         for field, default in ((recipe.source_field, source), (recipe.licence_field, recipe.licence)):
@@ -127,7 +114,7 @@ class Encoder:
         return names[0], names[1]
 
     def documents(self, rendered: Sequence[Rendered]) -> Iterator[Document]:
-        """The documents as tokens, in their order."""
+        """Tokenise the documents, in order."""
         batch: list[Rendered] = []
         size = 0
         for one in rendered:
@@ -139,7 +126,7 @@ class Encoder:
         yield from self._batch(batch)
 
     def _batch(self, batch: list[Rendered]) -> list[Document]:
-        """Documents of one kind go through the tokenizer together."""
+        """Tokenise documents of one kind together."""
         done: list[Document | None] = [None] * len(batch)
         kinds: dict[tuple[bool, bool], list[int]] = {}
         for index, one in enumerate(batch):
@@ -155,7 +142,7 @@ class Encoder:
         return [document for document in done if document is not None]
 
     def _tokenize(self, texts: list[str], is_chat: bool, several: bool) -> tuple[list[Any], list[Any]]:
-        """Of each text the ids and, where it has several roles, where in the text each token ends."""
+        """The ids of each text and, if it has several roles, where in the text each token ends."""
         with tokenizer_explained("the target's tokenizer cannot read a text"):
             found = self.tokenizer(
                 texts,
@@ -173,12 +160,13 @@ class Encoder:
     def _document(
         self, rendered: Rendered, ids: NDArray[np.uint32], ends: NDArray[np.int64] | None
     ) -> Document:
-        """The text is tokenised as a whole; a token has the role of the piece with its last character."""
+        """A token gets the role of the piece that has its last character, because the whole text is tokenised
+        at once."""
         if ends is None:
             roles = np.full(len(ids), rendered.pieces[0][1], np.uint8)
         else:
             bounds = np.cumsum([len(content) for content, _ in rendered.pieces])
-            # A token that the tokenizer adds has no place in the text: it goes with the one before it.
+            # A token that the tokenizer adds has no place in the text: it gets the role of the token before.
             last = np.maximum(np.maximum.accumulate(ends) - 1, 0)
             piece = np.minimum(np.searchsorted(bounds, last, "right"), len(bounds) - 1)
             roles = np.array([role for _, role in rendered.pieces], np.uint8)[piece]
@@ -187,7 +175,7 @@ class Encoder:
         return Document(ids, roles)
 
     def _ready(self, pieces: list[Piece]) -> Document:
-        """Pieces some of which are token ids already."""
+        """A document of which some pieces are token ids already."""
         ids = [np.array(self._ids(content), np.uint32) for content, _ in pieces]
         roles = [np.full(len(one), role, np.uint8) for one, (_, role) in zip(ids, pieces, strict=True)]
         return Document(np.concatenate(ids), np.concatenate(roles))
@@ -207,14 +195,14 @@ def _check_text(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise BadRecord(f"its text is not valid Unicode: it holds {text[error.start]!r}") from error
+        raise BadRecord(f"its text is not valid Unicode: it has {text[error.start]!r}") from error
 
 
 def _parse(raw: bytes | Record) -> Record:
     if isinstance(raw, dict):
         return raw
     try:
-        # Not by `longspec.records`, because fields that nobody reads may hold NaN.
+        # Not with `longspec.records`, because fields that are not used may hold NaN.
         record = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise BadRecord(f"it is not JSON: {error}") from error

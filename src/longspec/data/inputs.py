@@ -1,4 +1,4 @@
-"""The files of the user's inputs: JSONL, parquet, folders of them, and folders that `save_to_disk` wrote."""
+"""Find the user's input files: JSONL, parquet, folders of them, and folders that `save_to_disk` wrote."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SavedSplits:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """One of its Arrow files."""
+    """One Arrow file of a saved dataset."""
 
     filename: str
 
@@ -49,7 +49,7 @@ class InputFile:
     kind: str
     """`lines`, `parquet` or `arrow`."""
     source: str
-    """The name of the input that it belongs to."""
+    """The name of the input that the file belongs to."""
     num_bytes: int
 
     @property
@@ -62,7 +62,7 @@ class InputFile:
 
 
 def find_files(inputs: Sequence[str], split: str | None = None) -> list[InputFile]:
-    """The files of all inputs, in the order given; a folder's in the order of their names."""
+    """The files of all inputs, in the given order; those of a folder by name."""
     files = [
         InputFile(path, kind, _name(given), path.stat().st_size)
         for given in inputs
@@ -71,7 +71,7 @@ def find_files(inputs: Sequence[str], split: str | None = None) -> list[InputFil
     seen: set[Path] = set()
     for file in files:
         if not os.access(file.path, os.R_OK):
-            raise UserError(f"{file.path} cannot be read: check its permissions")
+            raise UserError(f"cannot read {file.path}: check its permissions")
         if (real := file.path.resolve()) in seen:
             raise UserError(f"the input {file.path} is given twice")
         seen.add(real)
@@ -103,7 +103,7 @@ def _expand(path: Path, split: str | None) -> Iterator[tuple[Path, str]]:
         return
     kind = _kind(path)
     if kind is None:
-        raise UserError(f"{path} is of no known kind: {_KNOWN} are, and folders of them")
+        raise UserError(f"{path} has an unknown format; known are {_KNOWN}, and folders of them")
     yield path, kind
 
 
@@ -117,7 +117,7 @@ def _kind(path: Path) -> str | None:
 
 
 def _folder(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Everything in a folder and below it, but hidden files and plain .json, which is seldom lines."""
+    """All input files in a folder and below it. Not hidden files, and not .json, which is rarely lines."""
     found = False
     for path in sorted(folder.rglob("*")):
         kind = _kind(path)
@@ -126,7 +126,7 @@ def _folder(folder: Path) -> Iterator[tuple[Path, str]]:
             found = True
             yield path, kind
     if not found:
-        raise UserError(f"the folder {folder} holds no input: {_KNOWN}, or what `save_to_disk` wrote")
+        raise UserError(f"the folder {folder} has no input: {_KNOWN}, or what `save_to_disk` wrote")
 
 
 def _is_saved(folder: Path) -> bool:
@@ -145,5 +145,5 @@ def _saved(folder: Path, split: str | None) -> Iterator[tuple[Path, str]]:
         folder = folder / str(split)
     for file in read_record(folder / "state.json", SavedState).data_files:
         if "\0" in file.filename or not (folder / file.filename).is_file():
-            raise UserError(f"{folder} lacks its file {file.filename}: save the dataset again")
+            raise UserError(f"{folder} has no file {file.filename}: save the dataset again")
         yield folder / file.filename, "arrow"

@@ -1,7 +1,7 @@
-"""From documents to sequences of one length: the packing policies.
+"""Pack documents into sequences of one length: the packing policies.
 
-A shard holds documents that follow each other in the input. `Shelf` gathers as many as fill it, so that work
-can resume at the end of any shard.
+A shard holds consecutive documents of the input. `Shelf` collects as many as fill a shard, so that work can
+resume at the end of any shard.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from longspec.data.shards import Packed, Role
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or a piece of one, as tokens."""
+    """A document, or a part of one, as tokens."""
 
     tokens: NDArray[np.uint32]
     roles: NDArray[np.uint8]
@@ -32,18 +32,18 @@ class Document:
 
 @dataclass(frozen=True)
 class Packing:
-    """A way to pack, by name in `POLICIES`."""
+    """A way to pack."""
 
     pack: Callable[[Sequence[Document], int, int], list[Packed]]
-    """From documents, sequence length and the padding's token id to sequences."""
+    """Takes documents, the sequence length and the token id of padding."""
     splits: bool
-    """Whether a document may go on in the next shard."""
+    """Whether a document may continue in the next shard."""
     shares: bool
     """Whether documents share a sequence; otherwise each begins a new one."""
 
 
 def pack_stream(documents: Sequence[Document], seq_length: int, pad_id: int) -> list[Packed]:
-    """Documents one behind the other, cut wherever a sequence ends. Only the last sequence is padded."""
+    """Join the documents and cut where a sequence ends. Only the last sequence is padded."""
     if not documents:
         return []
     starts = np.cumsum([0, *(len(document) for document in documents)])
@@ -59,9 +59,9 @@ def pack_stream(documents: Sequence[Document], seq_length: int, pad_id: int) -> 
 
 
 def pack_whole(documents: Sequence[Document], seq_length: int, pad_id: int) -> list[Packed]:
-    """No document is cut unless it is longer than a sequence; each goes where it leaves the least room.
+    """Cut a document only if it is longer than a sequence (best fit, longest first).
 
-    The longest are placed first. Sequences, and documents in them, then stand in the order of the input.
+    Sequences, and documents in a sequence, are in the order of the input.
     """
     pieces = _pieces(documents, seq_length)
     rooms: list[tuple[int, int]] = []  # (tokens left, sequence), ascending
@@ -84,7 +84,7 @@ def pack_whole(documents: Sequence[Document], seq_length: int, pad_id: int) -> l
 
 
 def pack_single(documents: Sequence[Document], seq_length: int, pad_id: int) -> list[Packed]:
-    """One document per sequence; a longer one goes on in the sequences that follow. Each end is padded."""
+    """One document per sequence; a longer one continues in the next sequences. Each end is padded."""
     return [_joined([piece], seq_length, pad_id) for piece in _pieces(documents, seq_length)]
 
 
@@ -105,7 +105,7 @@ class Shelf:
         self._used = 0
 
     def put(self, document: Document) -> int:
-        """Take the document, or as much of its beginning as there is room for; returns how many tokens."""
+        """Take as much of the document as there is room for; returns the number of tokens."""
         taken = min(len(document), self._capacity - self._used) if self._policy.splits else len(document)
         self._documents.append(document[:taken])
         step = 1 if self._policy.shares else self._seq_length
@@ -117,7 +117,7 @@ class Shelf:
         return self._used >= self._capacity
 
     def take(self) -> list[Packed]:
-        """Pack everything put so far, and empty the shelf."""
+        """Pack all documents, and empty the shelf."""
         sequences = self._policy.pack(self._documents, self._seq_length, self._pad_id)
         self._documents, self._used = [], 0
         return sequences
@@ -139,7 +139,7 @@ def _joined(pieces: Sequence[Document], seq_length: int, pad_id: int) -> Packed:
 
 
 def _padded(content: Document, starts: list[int], seq_length: int, pad_id: int) -> Packed:
-    """The sequence of this content; what is missing at its end is a document of padding."""
+    """The sequence with this content; the padding at its end is a document of its own."""
     missing = seq_length - len(content)
     tokens = np.pad(content.tokens.astype(np.int64), (0, missing), constant_values=pad_id)
     roles = np.pad(content.roles, (0, missing), constant_values=Role.PAD)

@@ -1,7 +1,7 @@
-"""`longspec data prepare`: text files become a dataset, in bounded memory, by any number of processes.
+"""`longspec data prepare`: make a dataset from text files, in bounded memory, with any number of processes.
 
-Workers tokenise chunks of records; this process packs the documents in the order of the input, so that the
-result does not depend on the workers. After each shard `prepare.json` says where in the input to go on.
+Workers tokenise chunks of records. This process packs the documents in the order of the input, so the result
+does not depend on the workers. After each shard, `prepare.json` says where in the input to continue.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longspec.data.encode import Bad, Encoded, Encoder, Recipe
+from longspec.data.encode import Bad, Encoded, Encoder
 from longspec.data.inputs import InputFile, find_files, fingerprint
+from longspec.data.options import PrepareOptions
 from longspec.data.pack import POLICIES, Shelf
 from longspec.data.read import Chunk, Position, read_chunks
 from longspec.data.shards import (
@@ -36,58 +37,14 @@ from longspec.records import as_record, read_record
 
 _STATE = "prepare.json"
 _SHARD_TOKENS = 1 << 23
-_WORKER_BYTES = 1 << 21  # of input for each worker: starting one takes about as long
+_WORKER_BYTES = 1 << 21  # input bytes per worker; to start one takes about as long as to process them
 _NUM_PLACES = 5
 
 
-@dataclass(frozen=True)
-class PrepareOptions(Recipe):
-    """What to prepare, and how; the flags of the command."""
-
-    inputs: tuple[str, ...]
-    folder: Path
-    target: str
-    revision: str | None = None
-    offline: bool = False
-    seq_length: int = 1024
-    pack: str = "stream"
-    truncate: bool = False
-    min_tokens: int = 2
-    skip: int = 0
-    limit: int | None = None
-    shard_sequences: int | None = None
-    split: str | None = None
-    skip_bad: bool = False
-    workers: int = 1
-
-    def check(self) -> None:
-        """Refuse bad values before anything is read."""
-        least = {"seq_length": 2, "min_tokens": 1, "skip": 0, "limit": 1, "shard_sequences": 1, "workers": 1}
-        for name, minimum in least.items():
-            value = getattr(self, name)
-            if value is not None and value < minimum:
-                raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {minimum}")
-        entry("packing", self.pack, POLICIES)
-        if self.truncate and self.pack == "stream":
-            raise UserError("--truncate is for --pack whole and single: stream cuts where sequences end")
-
-    def settings(self, files: list[InputFile], encoder: Encoder) -> dict[str, Any]:
-        """All that the result depends on."""
-        skipped = ("folder", "offline", "skip_bad", "workers")
-        own = {name: value for name, value in asdict(self).items() if name not in skipped}
-        own |= {"inputs": list(dict.fromkeys(file.source for file in files))}
-        more = {"input_files": fingerprint(files), "tokenizer": encoder.fingerprint}
-        made: dict[str, Any] = json.loads(json.dumps({"command": "data prepare"} | own | more))
-        return made
-
-
 @dataclass
-class PrepareState:
-    """How far the work has come at the end of a shard."""
+class RecordCounts:
+    """What became of the records; a finished dataset keeps it next to the settings."""
 
-    settings: dict[str, Any]
-    position: Position = field(default_factory=Position)
-    num_shards: int = 0
     num_documents: int = 0
     num_short: int = 0
     num_bad: int = 0
@@ -95,14 +52,14 @@ class PrepareState:
     """The first few."""
 
 
-@dataclass(frozen=True)
-class MadeBy:
-    """What a finished dataset says of how it was made, beside the settings."""
+@dataclass
+class PrepareState:
+    """The state of the work at the end of a shard."""
 
-    num_documents: int
-    num_short: int
-    num_bad: int
-    bad_places: list[str]
+    settings: dict[str, Any]
+    position: Position = field(default_factory=Position)
+    num_shards: int = 0
+    counts: RecordCounts = field(default_factory=RecordCounts)
 
 
 @dataclass(frozen=True)
@@ -121,25 +78,25 @@ class PrepareSummary:
     sources: list[dict[str, Any]]
     seconds: float
     tokens_per_second: float
-    """Of this run, without the loading of the tokenizer; 0 where there was nothing to do."""
+    """Of this run, without loading the tokenizer; 0 if there was nothing to do."""
     already: bool
-    """Whether it was done before."""
+    """Whether the dataset was finished before."""
 
 
 def prepare(options: PrepareOptions, progress: bool = False) -> PrepareSummary:
-    """Make the dataset, or what is missing of it.
+    """Make the dataset, or finish one that was begun.
 
     With more than one worker, a script that calls this needs Python's `if __name__ == "__main__":` guard.
     """
     begun = time.monotonic()
-    options.check()
+    entry("packing", options.pack, POLICIES)
     files = find_files(options.inputs, options.split)
     target = resolve_tokenizer(
         options.target, revision=options.revision, offline=options.offline, progress=progress
     )
     tokenizer = PromptEncoder(target.folder, target.entry.chat_template if target.entry else None).tokenizer
     encoder = Encoder(options, tokenizer)
-    settings = options.settings(files, encoder)
+    settings = _settings(options, files, encoder)
     with claimed(options.folder, _STATE):
         clear_unfinished(options.folder)
         if is_finished(options.folder):
@@ -181,19 +138,20 @@ class _Job:
             if isinstance(outcome, Bad):
                 self._bad(outcome)
             elif len(outcome.document) < self._options.min_tokens:
-                self.state.num_short += 1
+                self.state.counts.num_short += 1
             else:
                 self._put(outcome, here)
 
     def _bad(self, bad: Bad) -> None:
         if not self._options.skip_bad:
-            raise UserError(f"{bad.place}: {bad.reason}; mend it, or leave such out with --skip-bad")
-        self.state.num_bad += 1
-        if len(self.state.bad_places) < _NUM_PLACES:
-            self.state.bad_places.append(f"{bad.place}: {bad.reason}")
+            raise UserError(f"{bad.place}: {bad.reason}; fix it, or leave bad records out with --skip-bad")
+        counts = self.state.counts
+        counts.num_bad += 1
+        if len(counts.bad_places) < _NUM_PLACES:
+            counts.bad_places.append(f"{bad.place}: {bad.reason}")
 
     def _put(self, encoded: Encoded, here: Position) -> None:
-        """Pack a document, or the rest of it that the last shard had no room for."""
+        """Pack a document, or the rest that did not fit into the last shard."""
         start, origin = self.state.position, (encoded.source, encoded.licence)
         document = (
             encoded.document[: self._options.seq_length] if self._options.truncate else encoded.document
@@ -201,7 +159,7 @@ class _Job:
         is_rest = (here.file, here.number) == (start.file, start.number) and start.offset > 0
         done = start.offset if is_rest else 0
         if not is_rest:
-            self.state.num_documents += 1
+            self.state.counts.num_documents += 1
             self._documents[origin] += 1
         while done < len(document):
             taken = self._shelf.put(document[done:])
@@ -233,28 +191,35 @@ class _Job:
         if self._tokens:
             self._write(end)
         if not state.num_shards:
-            where = ", ".join(options.inputs)
-            first = f", first {state.bad_places[0]}" if state.bad_places else ""
+            where, counts = ", ".join(options.inputs), state.counts
+            first = f", first {counts.bad_places[0]}" if counts.bad_places else ""
             raise UserError(
-                f"no usable document in {where}: {state.num_bad} bad{first}; "
-                f"{state.num_short} shorter than --min-tokens {options.min_tokens}"
+                f"no usable document in {where}: {counts.num_bad} bad{first}; "
+                f"{counts.num_short} shorter than --min-tokens {options.min_tokens}"
             )
-        counts = asdict(state)
-        for name in ("settings", "position", "num_shards"):
-            del counts[name]
-        made_by = state.settings | counts
+        made_by = state.settings | asdict(state.counts)
         tokenizer = tokenizer_fingerprint(self._encoder.tokenizer)
         info = finish(options.folder, state.num_shards, self._encoder.vocab_size, tokenizer, made_by)
         (options.folder / _STATE).unlink(missing_ok=True)
         return info
 
 
+def _settings(options: PrepareOptions, files: list[InputFile], encoder: Encoder) -> dict[str, Any]:
+    """All that the result depends on, as JSON gives it back."""
+    skipped = ("folder", "offline", "skip_bad", "workers")
+    own = {name: value for name, value in asdict(options).items() if name not in skipped}
+    own |= {"inputs": list(dict.fromkeys(file.source for file in files))}
+    more = {"input_files": fingerprint(files), "tokenizer": encoder.fingerprint}
+    made: dict[str, Any] = json.loads(json.dumps({"command": "data prepare"} | own | more))
+    return made
+
+
 def _read_state(folder: Path, settings: dict[str, Any]) -> PrepareState:
-    """Where an earlier run stopped; the beginning where there was none."""
+    """The state of an earlier run, or a new one."""
     path = folder / _STATE
     if not path.is_file():
         if any(folder.iterdir()):
-            raise UserError(f"the folder {folder} holds something else already: name another with --output")
+            raise UserError(f"the folder {folder} is not empty: name another with --output")
         state = PrepareState(settings)
         _write_state(folder, state)
         return state
@@ -268,17 +233,17 @@ def _write_state(folder: Path, state: PrepareState) -> None:
 
 
 def _summary(folder: Path, info: DatasetInfo, seconds: float, rate: float | None) -> PrepareSummary:
-    made_by = as_record(info.made_by, MadeBy, folder)
+    counts = as_record(info.made_by, RecordCounts, folder)
     return PrepareSummary(
         str(folder),
         info.num_sequences,
         info.num_tokens,
-        made_by.num_documents,
+        counts.num_documents,
         info.num_shards,
         1 - info.num_tokens / (info.num_sequences * info.seq_length),
-        made_by.num_short,
-        made_by.num_bad,
-        made_by.bad_places,
+        counts.num_short,
+        counts.num_bad,
+        counts.bad_places,
         [asdict(source) for source in info.sources],
         seconds,
         rate or 0.0,

@@ -30,7 +30,7 @@ Raw = bytes | dict[str, Any]
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the inputs: everything before it is done."""
+    """A place in the inputs; everything before it is done."""
 
     file: int = 0
     number: int = 1
@@ -38,30 +38,30 @@ class Position:
     offset: int = 0
     """How many tokens of its document are done."""
     records: int = 0
-    """How many records come before it, all files together."""
+    """The number of records before it, in all files."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some records of one file, one behind the other."""
+    """Some consecutive records of one file."""
 
     index: int
     file: InputFile
     records: list[tuple[int, Raw]]
     """(number, content)."""
     first_record: int
-    """How many records come before it, all files together."""
+    """The number of records before it, in all files."""
     num_bytes: int
-    """How far the file was read on."""
+    """How many bytes of the file were read for it."""
     fault: str | None = None
-    """What is wrong with the file after these records, if something is."""
+    """What is wrong with the file after these records, if anything."""
     fault_number: int = 0
 
 
 def read_chunks(
     files: Sequence[InputFile], start: Position, skip: int = 0, limit: int | None = None
 ) -> Iterator[Chunk]:
-    """All records from `start` on, but the first `skip` of the inputs, and at most `limit` after those."""
+    """The records from `start` on, without the first `skip` of the inputs; at most `limit` after those."""
     done = start.records
     last = None if limit is None else skip + limit
     for index in range(start.file, len(files)):
@@ -71,7 +71,7 @@ def read_chunks(
             kept = chunk.records[max(0, skip - before) : None if last is None else max(0, last - before)]
             chunk = replace(chunk, records=kept, first_record=max(before, skip))
             if last is not None and done >= last:
-                yield replace(chunk, fault=None)  # the fault lies behind the last record that is wanted
+                yield replace(chunk, fault=None)  # the fault comes after the last wanted record
                 return
             yield chunk
 
@@ -95,13 +95,13 @@ def _file_chunks(index: int, file: InputFile, start: int, before: int) -> Iterat
             if number == 0:
                 fault = "it is empty"
         except _BROKEN as error:
-            fault = f"it cannot be read on: {' '.join(str(error).split()) or type(error).__name__}"
+            fault = f"the rest cannot be read: {' '.join(str(error).split()) or type(error).__name__}"
     left = file.num_bytes - reported
     yield Chunk(index, file, records, before, left, fault, number + 1 if number else 0)
 
 
 class _Meter:
-    """An open file that knows how far it was read."""
+    """An open file that knows how much of it was read."""
 
     def __init__(self, path: Path) -> None:
         self.file: BinaryIO = open(path, "rb")  # noqa: SIM115 # closed by __exit__
@@ -116,14 +116,14 @@ class _Meter:
 
     @property
     def position(self) -> int:
-        """Bytes read; of a file of rows in proportion to those."""
+        """Bytes read; for a file of rows, in proportion to the rows."""
         if self.rows_share is not None:
             return int(self.rows_share * self._size)
         return self.file.tell()
 
 
 def _records(file: InputFile, meter: _Meter) -> Iterator[tuple[int, Raw]]:
-    """(number, content) of every record; blank lines are numbered but are not records."""
+    """(number, content) of every record; blank lines have a number but are not records."""
     if file.kind == "lines":
         for number, line in enumerate(_lines(_blocks(file.path, meter.file)), start=1):
             content = line.removeprefix(_BOM) if number == 1 else line
@@ -163,12 +163,12 @@ def _blocks(path: Path, file: BinaryIO) -> Iterator[bytes]:
         return
     openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
     content: Any = openers[kind](file) if kind in openers else file
-    while block := content.read1(_BLOCK):  # read1, so that what comes before a fault in the file is read
+    while block := content.read1(_BLOCK):  # read1 gives what comes before a fault in the file
         yield block
 
 
 def _zst_blocks(path: Path, file: BinaryIO) -> Iterator[bytes]:
-    """Read frame by frame, because the library's own reader does not notice a file that ends too early."""
+    """Read frame by frame, because the library's reader does not notice a file that ends too early."""
     zstandard = _need("zstandard", path)
     frame, rest = None, b""
     while rest or (rest := file.read(_BLOCK // 8)):
@@ -219,5 +219,5 @@ def _need(module: str, path: Path) -> Any:
 
 
 def _size(row: dict[str, Any]) -> int:
-    """Roughly how many bytes a row holds: what is long in it is text."""
+    """The approximate bytes of a row: only texts are long."""
     return sum(len(value) if isinstance(value, str) else 64 for value in row.values())

@@ -1,4 +1,4 @@
-"""Records that are read one by one, and the prompts and documents among them."""
+"""Read records one by one, and the prompts and documents in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longspec.records import MOST_BYTES, parse_record
 
 
 def read_records(inputs: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every record of these files and folders with its place, such as "texts.jsonl line 3"."""
+    """Every record of these files and folders, with its place, such as "texts.jsonl line 3"."""
     if not inputs:
         return
     for chunk in read_chunks(find_files(inputs), Position()):
@@ -26,7 +26,7 @@ def read_records(inputs: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class JsonLines:
-    """The objects of a JSONL file: checked once, then read from disk by their index."""
+    """The objects of a JSONL file: all are checked once, then read from disk by index."""
 
     def __init__(self, path: Path, check: Callable[[Mapping[str, Any]], object]) -> None:
         self.path, self._offsets = path, [0]
@@ -60,7 +60,7 @@ class JsonLines:
 
 
 def read_prompt(record: Mapping[str, Any]) -> tuple[list[dict[str, str]], list[str]]:
-    """The messages to answer, and what the user says after that."""
+    """The messages to answer, and the user's later turns."""
     messages, turns = record.get("messages"), record.get("turns")
     if isinstance(messages, list) and messages:
         if not all(

@@ -1,4 +1,4 @@
-"""What the target is asked to write. A sample follows from its index alone and has one of three modes.
+"""What the target is asked to write. The index of a sample decides it. It has one of three modes.
 
 questions   the target asks itself: the chat template's user prefix, continued to the end of that turn, is
             a question, which it then answers
@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from longspec import hub
+from longspec.data.options import MODES, SynthesisOptions
 from longspec.data.records import JsonLines, read_document, read_prompt
 from longspec.data.screen import is_repetitive, loop_start, signature
 from longspec.data.shards import Role
@@ -29,8 +28,6 @@ from longspec.errors import UserError
 from longspec.prompts import PromptEncoder, tokenizer_explained
 from longspec.templates import render_chat, render_chats
 
-MODES = ("documents", "prompts", "questions")
-"""In the order in which they are written: long prompts first, so that prompts of like length run together."""
 # Streams of numbers that belong to a sample.
 _MODE, _TEMPERATURE, _OFFSET, _TOPIC, _NOISE = range(5)
 # Tokens: an answer with less room is not begun, and an answer cut to less is dropped.
@@ -79,76 +76,9 @@ class Sample:
         self.roles += [int(role)] * len(tokens)
 
 
-# One object for each temperature: checking them anew takes longer than the rest of a sequence.
+# One object for each temperature: to check one again takes longer than the rest of a sequence.
 _sampling = cache(Sampling)
 FILES = {"prompts": read_prompt, "documents": read_document}
-
-
-@dataclass(frozen=True)
-class SynthesisOptions:
-    """What `longspec data synthesize` is asked for."""
-
-    output: Path
-    tokens: int
-    target: str = hub.DEFAULT_TARGET
-    revision: str | None = None
-    offline: bool = False
-    modes: dict[str, float] | None = None
-    """Shares of the modes; questions alone where it is None."""
-    prompts: Path | None = None
-    documents: Path | None = None
-    prefixes: Path | None = None
-    """A file with a beginning per line; each question starts with one."""
-    temperatures: tuple[float, ...] = (0.0, 0.3, 0.7, 1.0)
-    question_temperature: float = 1.0
-    max_new_tokens: int = 512
-    max_question_tokens: int = 128
-    given_tokens: int = 256
-    seq_length: int = 1024
-    batch: int | None = None
-    shard_samples: int | None = None
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "auto"
-    licence: str | None = None
-    seconds: float | None = None
-    """After so many seconds no further shard is begun, and the dataset is finished."""
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "max_new_tokens", "max_question_tokens", "given_tokens", "seq_length"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("batch", "shard_samples"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.seconds is not None and not self.seconds >= 0:
-            raise UserError(f"seconds is {self.seconds}; it must be 0 or more")
-        if not -(2**63) <= self.seed < 2**63:
-            raise UserError(f"seed is {self.seed}; it must fit into 64 bits")
-        if not self.temperatures:
-            raise UserError("temperatures is empty; give at least one, such as 0.7")
-        for temperature in (*self.temperatures, self.question_temperature):
-            Sampling(temperature)
-        shares = self.shares
-        for mode, share in shares.items():
-            if mode not in MODES or not 0 <= share < float("inf"):
-                raise UserError(f"mode {mode}:{share} is unknown; shares of {', '.join(MODES)} are needed")
-        if not sum(shares.values()):
-            raise UserError("all shares of the modes are 0; give one a share")
-        for mode in FILES:
-            if bool(shares.get(mode)) != (getattr(self, mode) is not None):
-                raise UserError(f"mode {mode} and its file belong together: --mode {mode}:1 --{mode} FILE")
-        if self.prefixes is not None and not shares.get("questions"):
-            raise UserError("--prefixes are for questions; give --mode questions a share")
-        if self.seq_length < 64 or (shares.get("documents") and self.given_tokens > self.seq_length - 32):
-            raise UserError(
-                f"seq_length is {self.seq_length}; it must be at least 64, and 32 above given_tokens"
-            )
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """`modes`, or the default."""
-        return self.modes or {"questions": 1.0}
 
 
 class Script:

@@ -8,16 +8,16 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-# A loop is a tail that repeats with a period of at most `_LONGEST_PERIOD` tokens, for two periods more and at
-# least `_LEAST_REPEATED` tokens: a table or a short refrain is none.
+# A loop is an end of a text that repeats with a period of at most `_LONGEST_PERIOD` tokens, for at least two
+# more periods and `_LEAST_REPEATED` tokens. A table or a short refrain is not a loop.
 _LONGEST_PERIOD = 128
 _LEAST_REPEATED = 24
-# A text is repetitive when so much of its runs of `_RUN` tokens stood in it before; short texts never are.
+# A text is repetitive if more than this share of its runs of `_RUN` tokens occurred in it before.
 _RUN = 4
 _MOST_REPEATS = 0.5
 _SHORT = 64
-# Near-duplicates: shingles of 3 tokens, 64 minima in 8 bands of 8. Two texts that share 90% of their shingles
-# are found with 99% probability, those that share half of them with 3%.
+# Near-duplicates by MinHash: shingles of 3 tokens, 64 minima in 8 bands of 8. Two texts that share 90% of
+# their shingles are found with 99% probability, two that share half of them with 3%.
 _SHINGLE = 3
 _BANDS = 8
 _MINIMA = 64
@@ -27,7 +27,7 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 def loop_start(tokens: NDArray[np.int64]) -> int | None:
-    """Where a text begins to repeat what stands right before it, up to its end; None where it does not."""
+    """Where a text begins to repeat itself up to its end; None if it does not."""
     size = len(tokens)
     most = min(_LONGEST_PERIOD, size // 3)
     periods: list[int] = (np.flatnonzero(tokens[::-1][1 : most + 1] == tokens[-1:]) + 1).tolist()
@@ -40,7 +40,7 @@ def loop_start(tokens: NDArray[np.int64]) -> int | None:
 
 
 def is_repetitive(tokens: NDArray[np.int64]) -> bool:
-    """Whether most runs of tokens in a text occur earlier in it, even without a strict loop."""
+    """Whether most runs of tokens of a text occurred in it before, even without an exact loop."""
     runs = len(tokens) - _RUN + 1
     if len(tokens) < _SHORT:
         return False
@@ -49,7 +49,7 @@ def is_repetitive(tokens: NDArray[np.int64]) -> bool:
 
 
 def signature(tokens: NDArray[np.int64], kind: int) -> NDArray[np.uint64]:
-    """Keys [8] of a text, of which near-duplicates of one kind share at least one."""
+    """Keys [8] of a text. Near-duplicates of the same kind share at least one key."""
     shingles = _hashed_runs(tokens, min(_SHINGLE, len(tokens)))
     minima = ((shingles * _factors()[:, None]) >> np.uint64(16)).min(1)
     bands = (minima * _factors()).reshape(_BANDS, -1).sum(1)
@@ -63,7 +63,7 @@ class Seen:
         self._keys: dict[int, None] = {}
 
     def add(self, keys: NDArray[np.uint64]) -> bool:
-        """Remember a text by its `signature`; False, and nothing changes, where one like it is known."""
+        """Remember a text by its `signature`. If a similar one is known, return False and change nothing."""
         numbers = keys.tolist()
         if any(key in self._keys for key in numbers):
             return False
@@ -92,7 +92,7 @@ def _hashed_runs(tokens: NDArray[np.int64], length: int) -> NDArray[np.uint64]:
 
 
 def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64, whose products wrap around."""
+    """The finaliser of SplitMix64; its products wrap around."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,7 +1,7 @@
 """A dataset on disk: packed sequences of tokens in memory-mapped shards.
 
 FOLDER/dataset.json        written last: a folder without it is not finished
-FOLDER/shard-00000/        renamed into place when it is whole
+FOLDER/shard-00000/        gets this name when it is complete
     tokens.npy             [n, T] uint16 or uint32
     roles.npy              [n, T] uint8, a `Role` per token
     starts.npy             flat int32: where in its sequence each document starts, sequence by sequence
@@ -36,18 +36,18 @@ _MAX_OPEN = 48
 
 
 class Role(IntEnum):
-    """What a token is, from which a collator decides whether it is learnt."""
+    """What a token is; a collator decides by it whether the token is learnt."""
 
     PAD = 0
     PROMPT = 1
     REASONING = 2
     TEXT = 3
-    """An answer, or text that is nothing else."""
+    """An answer, or plain text."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One sequence of T tokens: documents one behind the other, then padding, a document of its own."""
+    """One sequence of T tokens: documents, then padding, which is a document of its own."""
 
     tokens: NDArray[np.int64]
     roles: NDArray[np.uint8]
@@ -80,7 +80,7 @@ class DatasetInfo:
     seq_length: int
     vocab_size: int
     tokenizer: str | None
-    """`tokenizer_fingerprint` of what made the tokens; None where they were given as numbers."""
+    """`tokenizer_fingerprint` of the tokenizer; None if the tokens were given as numbers."""
     num_shards: int
     num_sequences: int
     num_tokens: int
@@ -91,23 +91,23 @@ class DatasetInfo:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A hash of a tokenizer's vocabulary: equal for equal token ids."""
+    """A hash of a tokenizer's vocabulary: the same token ids give the same hash."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 
 
 def shard_folder(folder: Path, index: int) -> Path:
-    """Where a shard is; it exists when it is whole."""
+    """The folder of a shard; it exists only when it is complete."""
     return folder / f"shard-{index:05d}"
 
 
 def write_shard(
     folder: Path, index: int, sequences: Sequence[Packed], vocab_size: int, sources: Iterable[Source]
 ) -> None:
-    """Write one shard; it appears whole or not at all."""
+    """Write one shard; it appears complete or not at all."""
     goal = shard_folder(folder, index)
     building = folder / f"{_TEMPORARY}{goal.name}-{os.getpid()}"
-    # Of a process that was killed and had the same number, as in a container that is started again.
+    # Left by a killed process with the same id, as in a container that is started again.
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
@@ -134,7 +134,7 @@ def write_shard(
 def finish(
     folder: Path, num_shards: int, vocab_size: int, tokenizer: str | None, made_by: dict[str, Any]
 ) -> DatasetInfo:
-    """Count what the shards hold, and write `dataset.json` and `counts.npy`: the dataset is complete."""
+    """Complete the dataset: count its tokens, and write `counts.npy` and `dataset.json`."""
     counts = np.zeros(vocab_size, np.int64)
     sources: list[Source] = []
     num_sequences = seq_length = 0
@@ -165,7 +165,7 @@ def finish(
 
 
 def merged(sources: Iterable[Source]) -> list[Source]:
-    """Each name and licence once, with the sums of its documents and tokens."""
+    """Each name and licence once, with the sum of documents and tokens."""
     found: dict[tuple[str, str], Source] = {}
     for one in sources:
         key = (one.name, one.licence)
@@ -179,7 +179,7 @@ def is_finished(folder: Path) -> bool:
 
 
 class Dataset:
-    """The sequences of a finished dataset, read in place."""
+    """The sequences of a finished dataset, in memory-mapped files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.info = folder, read_info(folder)
@@ -188,7 +188,7 @@ class Dataset:
         for index in range(self.info.num_shards):
             sizes.append(read_record(shard_folder(folder, index) / _ORIGIN, Origin).num_sequences)
         if min(sizes) < 0 or sum(sizes) != self.info.num_sequences:
-            raise self.damaged(f"its shards do not have the {self.info.num_sequences} sequences it tells")
+            raise self.damaged(f"its shards do not have {self.info.num_sequences} sequences")
         self._ends = np.cumsum(sizes)
 
     def __len__(self) -> int:
@@ -214,7 +214,7 @@ class Dataset:
             yield self._arrays(shard)
 
     def _arrays(self, shard: int) -> tuple[Any, ...]:
-        """A shard's arrays. Only some shards stay open: every mapped file holds a descriptor."""
+        """The arrays of a shard. Only some shards stay open, because each mapped file needs a descriptor."""
         if shard not in self._open:
             if len(self._open) >= _MAX_OPEN:
                 del self._open[next(iter(self._open))]
@@ -236,7 +236,7 @@ class Dataset:
         return counts
 
     def check(self, vocab_size: int, tokenizer: str | None, target_name: str) -> None:
-        """Refuse tokens that another tokenizer made."""
+        """Refuse a dataset that another tokenizer made."""
         if self.info.vocab_size > vocab_size or (
             tokenizer is not None and self.info.tokenizer not in (None, tokenizer)
         ):
@@ -248,9 +248,9 @@ class Dataset:
 
 
 def read_info(folder: Path) -> DatasetInfo:
-    """What a finished dataset says of itself."""
+    """The description of a finished dataset."""
     if not is_finished(folder):
-        what = "is not finished: run the command that makes it again" if folder.is_dir() else "is not there"
+        what = "is not finished: run its command again" if folder.is_dir() else "does not exist"
         raise UserError(f"the dataset {folder} {what}")
     if read_record(folder / _INFO, dict[str, Any]).get("format") != FORMAT:
         raise UserError(f"the dataset {folder} has another format; prepare it again with this version")

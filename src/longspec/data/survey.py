@@ -1,4 +1,4 @@
-"""Looking at a dataset: what it holds, and its sequences for human eyes."""
+"""Describe a dataset: its figures, and its sequences in readable parts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from longspec.data.shards import Dataset, DatasetInfo, Packed, Role
 
 @dataclass(frozen=True)
 class Survey:
-    """What a dataset holds."""
+    """The figures of a dataset."""
 
     info: DatasetInfo
     num_documents: int
-    """Documents and parts of documents, as sequences see them; padding is none."""
+    """Documents and parts of documents in all sequences, without padding."""
     num_different: int
     """Different tokens."""
     role_shares: dict[str, float]
-    """Of all tokens, the padding included."""
+    """Of all tokens, with padding."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Span:
 
 
 def survey(dataset: Dataset) -> Survey:
-    """Count what is there; reads every token's role."""
+    """Count tokens, documents and roles; reads the role of every token."""
     counts = np.zeros(max(Role) + 1, np.int64)
     num_documents = 0
     for _, roles, starts, firsts in dataset.shards():
@@ -49,7 +49,7 @@ def survey(dataset: Dataset) -> Survey:
 
 
 def spans(one: Packed) -> Iterator[Span]:
-    """A sequence as runs of one document and one role."""
+    """Split a sequence into runs of one document and one role."""
     changes = np.flatnonzero(np.diff(one.roles)) + 1
     bounds = np.union1d(np.union1d(changes, one.starts), [len(one.tokens)])
     for first, last in pairwise(bounds):

@@ -1,8 +1,8 @@
 """Shards of samples that the target writes: resumable, deterministic.
 
-A shard is a run of samples, written by an engine that holds nothing yet and whose schedule follows from the
-samples alone, so that a shard that is made again comes out the same. FOLDER/progress holds the settings and,
-per shard, what the next one must know, until all is done.
+A shard is a run of samples. An engine with an empty cache writes it, and its schedule depends only on the
+samples, so a shard that is made again is the same. Until all is done, FOLDER/progress holds the settings and,
+for each shard, what the next one must know.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from longspec.data.options import MODES
 from longspec.data.pack import Document, pack_whole
-from longspec.data.samples import AT_ONCE, MODES, Sample, Script
+from longspec.data.samples import AT_ONCE, Sample, Script
 from longspec.data.screen import Seen
 from longspec.data.shards import (
     Source,
@@ -52,21 +53,21 @@ _MARGIN = 1.02
 
 @dataclass(frozen=True)
 class Output:
-    """Where samples go, and how many are wanted."""
+    """Where samples go, and how many tokens are wanted."""
 
     folder: Path
     num_tokens: int
-    """Shards are made until the dataset has at least so many."""
+    """Shards are made until the dataset has at least this many."""
     shard_samples: int
     seq_length: int
     vocab_size: int
     pad_id: int
     tokenizer: str
     source: str
-    """What the text is said to come from; the mode is added."""
+    """The name of the source; the mode is added to it."""
     licence: str
     settings: dict[str, Any]
-    """All that decides what is written; a folder is gone on with under the same ones only."""
+    """All that decides what is written; a folder is continued only with the same settings."""
 
 
 @dataclass
@@ -83,7 +84,7 @@ class SynthesisState:
 
 @dataclass(frozen=True)
 class ShardNote:
-    """What is noted of the state after a shard."""
+    """The part of the state that is written after a shard."""
 
     next_sample: int
     num_tokens: int
@@ -92,7 +93,7 @@ class ShardNote:
 
 @dataclass(frozen=True)
 class MadeBy:
-    """What a finished dataset says of how it was made."""
+    """How a finished dataset was made."""
 
     settings: dict[str, Any]
     counts: dict[str, int]
@@ -100,7 +101,7 @@ class MadeBy:
 
 @dataclass(frozen=True)
 class SynthesisSummary:
-    """What a run made; speed and seconds are of this run, the rest of the dataset."""
+    """The figures of a dataset; speed and seconds are of this run only."""
 
     folder: str
     num_tokens: int
@@ -110,19 +111,19 @@ class SynthesisSummary:
     loops_cut: int
     dropped: dict[str, int]
     tokens_written: int
-    """Sampled by the target in this run, whether they were kept or not."""
+    """Written by the target in this run, kept or not."""
     seconds: float
     tokens_per_second: float
 
 
 OnTokens = Callable[[int, float], None]
-"""Is told how many tokens the dataset has, those on their way included, and tokens sampled per second."""
+"""Called with the tokens of the dataset, unfinished ones included, and with the tokens per second."""
 
 
 def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Check that a folder that is there was begun with these settings; returns them.
+    """Check that an existing folder was begun with these settings; returns them.
 
-    A batch of None stands for the one that it was begun with.
+    A batch of None means the batch that it was begun with.
     """
     path = folder / _PROGRESS / "settings.json"
     if is_finished(folder):
@@ -130,7 +131,7 @@ def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     else:
         known = read_record(path, dict[str, Any]) if path.is_file() else None
     if known is None and folder.exists() and any(found.name != _PROGRESS for found in folder.iterdir()):
-        raise UserError(f"{folder} holds something else; give an --output that is new or empty")
+        raise UserError(f"{folder} is not empty; give an --output that is new or empty")
     if known is None:
         return settings
     if settings["batch"] is None:
@@ -144,7 +145,7 @@ def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 def make_dataset(
     output: Output, script: Script, engine: Engine, on_tokens: OnTokens, seconds: float | None = None
 ) -> SynthesisSummary:
-    """Make the shards that are missing, and finish the dataset; no shard is begun after so many seconds."""
+    """Make the missing shards, and finish the dataset. After `seconds`, no further shard is begun."""
     folder, state, clock = output.folder, SynthesisState(), _TokenClock(on_tokens)
     (folder / _PROGRESS).mkdir(parents=True, exist_ok=True)
     write_whole(folder / _PROGRESS / "settings.json", json.dumps(output.settings, indent=1).encode())
@@ -160,7 +161,7 @@ def make_dataset(
 
 
 def summary_of(folder: Path, tokens_written: int = 0, seconds: float = 0.0) -> SynthesisSummary:
-    """What a finished dataset says of how it was made."""
+    """The figures of a finished dataset."""
     info = read_info(folder)
     counts = dict(as_record(info.made_by, MadeBy, folder).counts)
     kept, cut = counts.pop("kept", 0), counts.pop("loops cut", 0)
@@ -197,7 +198,7 @@ class _TokenClock:
 def _make_shard(
     output: Output, state: SynthesisState, script: Script, engine: Engine, clock: _TokenClock
 ) -> None:
-    """Write the next samples, drop what is not worth keeping, and put the rest on disk."""
+    """Write the next samples, drop bad ones, and save the rest."""
     each = state.num_tokens / state.next_sample if state.num_tokens else _FIRST_GUESS
     wanted = int(_MARGIN * (output.num_tokens - state.num_tokens) / each) + 1
     number = min(max(wanted, _LEAST_SAMPLES), output.shard_samples)
@@ -214,7 +215,7 @@ def _make_shard(
     if not kept:
         reasons = ", ".join(f"{number} {reason}" for reason, number in counts.items() if number)
         raise UserError(
-            f"nothing of {len(samples)} samples could be kept ({reasons}); "
+            f"none of {len(samples)} samples could be kept ({reasons}); "
             "give more prompts or documents, higher temperatures or another target"
         )
     state.next_sample += number
@@ -238,7 +239,7 @@ def _write(
     remembered: list[NDArray[np.uint64]],
     clock: _TokenClock,
 ) -> None:
-    """Let the target write the samples in waves: questions and first turns, then what follows them."""
+    """Let the target write the samples in waves: questions and first turns, then later turns."""
     total = state.num_tokens
 
     def take(sequences: list[Sequence]) -> None:
@@ -254,7 +255,7 @@ def _write(
         asked = {script.sequence(sample): sample for sample in order}
         ahead, at_once = (_AHEAD, AT_ONCE) if engine.models.fused else (1, 1)
         written = engine.run_each(asked, ahead)
-        # In a thread, because tokenizer and template work elsewhere while the engine goes on.
+        # In a thread, so that template and tokenizer run while the engine continues.
         with ThreadPoolExecutor(1) as taker:
             taken = [taker.submit(take, few) for few in _in_lists(written, at_once)]
         for one in taken:
@@ -267,7 +268,7 @@ def _write(
 
 
 def _in_lists(values: Iterable[T], size: int) -> Iterator[list[T]]:
-    """The values in order, so many at a time."""
+    """The values in order, `size` at a time."""
     left = iter(values)
     while few := list(islice(left, size)):
         yield few

@@ -1,4 +1,4 @@
-"""The target writes its own training data: with no dataset at all, or from prompts and documents."""
+"""The target writes its own training data: without any dataset, or from prompts and documents."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 
 from longspec import hub
 from longspec.config import ModelConfig
+from longspec.data.options import SynthesisOptions
 from longspec.data.records import JsonLines
-from longspec.data.samples import FILES, Script, SynthesisOptions
+from longspec.data.samples import FILES, Script
 from longspec.data.shards import is_finished, tokenizer_fingerprint
 from longspec.data.synthesis import Output, SynthesisSummary, begin, make_dataset, summary_of
 from longspec.engine.make import make_engine
@@ -27,15 +28,15 @@ from longspec.progress import byte_bar, token_bar
 from longspec.prompts import PromptEncoder
 from longspec.records import MOST_BYTES, read_bytes, read_record
 
-# Rows at once: as many as fit into this share of the free memory, up to these.
+# As many rows at once as fit into this share of the free memory, up to these numbers.
 _MEMORY_SHARE = 0.7
 _BATCH = {"cuda": 2048, "cpu": 32}
-# Samples of a shard per row: enough that the few rows at work at its end hardly count.
+# Samples of a shard per row: enough that the time at its end, when few rows run, hardly matters.
 _SAMPLES_PER_ROW = 16
 
 
 def synthesize(options: SynthesisOptions, progress: bool = False) -> SynthesisSummary:
-    """Make the dataset, or go on where an earlier run was stopped; returns what came of it."""
+    """Make the dataset, or continue where an earlier run stopped."""
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
     files = {
@@ -67,7 +68,7 @@ def synthesize(options: SynthesisOptions, progress: bool = False) -> SynthesisSu
         licence=options.licence or _licence(found.folder),
         settings=settings | {"batch": batch},
     )
-    # So many pages that nobody waits for one: what is free now must not decide what is written.
+    # Pages for all rows, because the free memory of the moment must not decide what is written.
     pages = kv_bytes(config, dtype, batch, options.seq_length)
     engine = make_engine(target, max_length=options.seq_length, max_rows=batch, kv_memory=pages)
     with token_bar("Writing", options.tokens, progress) as update:
@@ -77,7 +78,7 @@ def synthesize(options: SynthesisOptions, progress: bool = False) -> SynthesisSu
 def _find(
     options: SynthesisOptions, device: torch.device, dtype: torch.dtype, progress: bool
 ) -> tuple[hub.TargetFiles, ModelConfig]:
-    """The target's files; what does not fit is refused before its weights are fetched."""
+    """The target's files. A target that does not fit is refused before its weights are fetched."""
     find = partial(
         hub.resolve, options.target, revision=options.revision, offline=options.offline, progress=progress
     )
@@ -85,7 +86,7 @@ def _find(
     config = read_config(shape.folder, shape.config)
     if options.seq_length > config.max_length:
         raise UserError(
-            f"seq_length is {options.seq_length}; {options.target} was made for at most {config.max_length}"
+            f"seq_length is {options.seq_length}; the limit of {options.target} is {config.max_length}"
         )
     check_fits(options.target, config, dtype, device)
     return find(), config
@@ -98,7 +99,7 @@ def _settings(
     files: dict[str, JsonLines],
     topics: tuple[str, ...],
 ) -> dict[str, Any]:
-    """All that decides what is written, as JSON would give it back."""
+    """All that decides what is written, as JSON gives it back."""
     own = {"output", "offline", "seconds", "device", "dtype", "modes", "temperatures", "prefixes", *FILES}
     plain = [field.name for field in fields(SynthesisOptions) if field.name not in own]
     return {name: getattr(options, name) for name in plain} | {
@@ -121,21 +122,21 @@ def _read_topics(path: Path) -> tuple[str, ...]:
         raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     topics = tuple(line.strip() for line in lines if line.strip())
     if not topics:
-        raise UserError(f"{path} is empty; a beginning of a question per line is needed")
+        raise UserError(f"{path} is empty; each line must have the beginning of a question")
     return topics
 
 
 def _pick_batch(config: ModelConfig, seq_length: int, device: torch.device, dtype: torch.dtype) -> int:
-    """The largest power of two that memory has room for."""
+    """The largest power of two that fits into memory."""
     batch, room = _BATCH[device.type], _MEMORY_SHARE * free_memory(device)
-    # Beside its pages, a row has its scores, a few times over while a token is drawn.
+    # Besides its pages, a row needs memory for its scores, several times while a token is chosen.
     while batch > 1 and kv_bytes(config, dtype, batch, seq_length) + 16 * batch * config.vocab_size > room:
         batch //= 2
     return batch
 
 
 def _licence(folder: Path) -> str:
-    """The licence that the model's files name."""
+    """The licence in the model's files."""
     if (folder / "longspec.json").is_file():
         licence = read_record(folder / "longspec.json", dict[str, Any]).get("license")
         if licence:

@@ -1,7 +1,7 @@
-"""Templates: named functions that make a document of a record's fields, in pieces that have a role.
+"""Templates: functions that make a document from a record's fields, in pieces that each have a role.
 
-`--template NAME` picks one. A template returns `Rendered`: the pieces, and whether the chat template made
-them; if so, nothing is added at either end.
+`--template NAME` chooses one. A template returns `Rendered`: the pieces, and whether the chat template made
+them. If it did, no tokens are added at the beginning or end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from longspec.errors import UserError
 from longspec.templates import render_chat
 
 Piece = tuple[str | list[int], Role]
-"""A text, or ready token ids, and what it is."""
+"""A text or token ids, and its role."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Rendered:
 
     pieces: list[Piece]
     is_chat: bool = False
-    """Whether the text is the chat template's, with all the special tokens it wants."""
+    """Whether the chat template made the text, with all its special tokens."""
 
 
 class Chat:
@@ -35,27 +35,27 @@ class Chat:
     def __init__(self, tokenizer: Any, think: bool = False) -> None:
         self._tokenizer = tokenizer
         self.think = think
-        """Whether reasoning is put between `<think>` and `</think>` where it is not so already."""
+        """Whether to put reasoning between `<think>` and `</think>`, if it is not already."""
 
     @property
     def is_there(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
     def render(self, messages: list[dict[str, str]], open_turn: bool = False) -> str:
-        """The messages as text; with `open_turn` up to where the assistant would go on."""
+        """The messages as text; with `open_turn` up to where the assistant continues."""
         try:
             return render_chat(self._tokenizer, messages, open_turn)
         except UserError as error:
             raise BadRecord(str(error)) from error
 
     def open(self, prompt: str) -> str:
-        """The prompt as a user's message, up to where the answer begins; as it is without a chat template."""
+        """The prompt as a user message, up to where the answer begins; unchanged without a chat template."""
         if not self.is_there:
             return joinable(prompt)
         return self.render([{"role": "user", "content": prompt}], open_turn=True)
 
     def exchange(self, opened: str, answer: list[Piece]) -> Rendered:
-        """What `open` gave, an answer to it, and what the chat template writes behind an answer."""
+        """The result of `open`, an answer to it, and what the chat template writes after an answer."""
         pieces: list[Piece] = [(opened, Role.PROMPT), *answer]
         if not self.is_there:
             return Rendered(pieces)
@@ -63,11 +63,11 @@ class Chat:
 
     @cached_property
     def end(self) -> str:
-        """What the chat template writes behind an answer."""
+        """What the chat template writes after an answer."""
         mark = "Answer."
         text = self.render([{"role": "user", "content": "Question?"}, {"role": "assistant", "content": mark}])
         if mark not in text:
-            raise UserError("the target's chat template leaves answers out: take --template source_target")
+            raise UserError("the target's chat template leaves answers out: use --template source_target")
         return text[text.rindex(mark) + len(mark) :]
 
 
@@ -75,12 +75,12 @@ Template = Callable[[Record, Chat], Rendered]
 
 
 def joinable(text: str) -> str:
-    """The text, ending in white space, so that what follows does not run into it."""
+    """The text with white space at its end, so that the next text is a new word."""
     return text if not text or text[-1].isspace() else text + "\n"
 
 
 def from_text(record: Record, chat: Chat) -> Rendered:
-    """`text` as it is."""
+    """`text`, unchanged."""
     return Rendered([(text_field(record, "text"), Role.TEXT)])
 
 
@@ -91,13 +91,13 @@ def from_source_target(record: Record, chat: Chat) -> Rendered:
 
 
 def from_prompt_answer(record: Record, chat: Chat) -> Rendered:
-    """`prompt` as a user's message and `answer`, through the chat template where there is one."""
+    """`prompt` as a user's message and `answer`, with the chat template if there is one."""
     prompt, answer = text_field(record, "prompt"), text_field(record, "answer")
     return chat.exchange(chat.open(prompt), [(answer, Role.TEXT)])
 
 
 def from_chain_of_thought(record: Record, chat: Chat) -> Rendered:
-    """`question`, `reasoning` and `answer`, through the chat template where there is one."""
+    """`question`, `reasoning` and `answer`, with the chat template if there is one."""
     question, reasoning, answer = (text_field(record, name) for name in ("question", "reasoning", "answer"))
     opened = chat.open(question)
     is_open = opened.rstrip().endswith("<think>")  # some chat templates begin the thought themselves
@@ -111,14 +111,14 @@ def from_chain_of_thought(record: Record, chat: Chat) -> Rendered:
 
 
 def from_messages(record: Record, chat: Chat) -> Rendered:
-    """`messages` of `role` and `content` through the chat template; the assistant's turns are the text."""
+    """`messages` of `role` and `content`, with the chat template; the assistant's turns are the text."""
     messages = []
     for message in list_field(record, "messages"):
         if not isinstance(message, dict):
             raise BadRecord(f"a message is of type {type(message).__name__}; an object is needed")
         messages.append({name: text_field(message, name) for name in ("role", "content")})
     if not chat.is_there:
-        raise UserError("the target has no chat template for messages: take another --template or --target")
+        raise UserError("the target has no chat template for messages: use another --template or --target")
     whole, done, seen = chat.render(messages), 0, 0
     pieces: list[Piece] = []
     for index, message in enumerate(messages):
@@ -137,10 +137,10 @@ def from_messages(record: Record, chat: Chat) -> Rendered:
 
 
 def _turn(chat: Chat, messages: list[dict[str, str]], index: int, whole: str) -> tuple[int, int]:
-    """Where in the whole conversation the assistant's turn `index` stands.
+    """Where in the whole conversation the assistant's turn `index` begins and ends.
 
-    By what the conversation up to there renders to. Only the common beginning counts: templates may write an
-    open turn otherwise than a whole one.
+    Found by rendering the conversation before and after that turn. Only the common beginning counts, because
+    templates may write an open turn in another way.
     """
     before = chat.render(messages[:index], open_turn=True)
     after = chat.render(messages[: index + 1])
@@ -148,14 +148,14 @@ def _turn(chat: Chat, messages: list[dict[str, str]], index: int, whole: str) ->
 
 
 def _search(chat: Chat, content: str, whole: str, start: int) -> tuple[int, int]:
-    """The same by the turn's words, where what follows it changes how it is written; -1 without them."""
+    """The same by the words of the turn, if later messages change how it is written; -1 if not found."""
     first = whole.find(content, start)
     last = first + len(content)
     return first, last + len(chat.end) if first >= 0 and whole.startswith(chat.end, last) else last
 
 
 def _common(part: str, whole: str) -> int:
-    """How many characters two texts have in common at their beginning."""
+    """The length of the common beginning of two texts."""
     if whole.startswith(part):
         return len(part)
     pairs = enumerate(zip(part, whole, strict=False))
@@ -163,7 +163,7 @@ def _common(part: str, whole: str) -> int:
 
 
 def from_ids(record: Record, chat: Chat) -> Rendered:
-    """`ids`, ready tokens, and `prompt_ids` before them where there are any; nothing is added."""
+    """Token ids: `ids`, after `prompt_ids` if there are any; nothing is added."""
     prompt: list[Piece] = [(list_field(record, "prompt_ids"), Role.PROMPT)] if "prompt_ids" in record else []
     return Rendered([*prompt, (list_field(record, "ids"), Role.TEXT)], is_chat=True)
 

@@ -1,4 +1,4 @@
-"""The processes that tokenise, and the folder that one process at a time works in."""
+"""The processes that tokenise, and the lock on the folder that they work in."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from longspec.data.encode import Bad, Encoded, Encoder, Recipe, encode_chunk
+from longspec.data.encode import Bad, Encoded, Encoder, encode_chunk
+from longspec.data.options import Recipe
 from longspec.data.read import Chunk
 from longspec.errors import UserError
 
-# A worker's encoder: what a process pool sets up, its tasks can reach by no other way.
+# The encoder of a worker process. Tasks of a process pool can get it only from a global variable.
 _WORKER: list[Encoder] = []
 
 Done = tuple[Chunk, list[Encoded | Bad]]
 
 
 def encode_in_order(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Iterator[Done]:
-    """Each chunk with its outcomes, in order; with more than one worker in processes of their own."""
+    """Each chunk with its outcomes, in order; more than one worker runs in separate processes."""
     if workers <= 1:
         for chunk in chunks:
             yield chunk, encode_chunk(encoder, chunk)
         return
     pending: deque[tuple[Chunk, Future[list[Encoded | Bad]]]] = deque()
-    # Spawned, not forked: the tokenizer's library and torch have threads, which a fork would lose.
+    # Spawned, not forked, because a fork would lose the threads of torch and of the tokenizer's library.
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (encoder.recipe, encoder.tokenizer))
     try:
@@ -45,8 +46,8 @@ def encode_in_order(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> 
             yield _next(pending)
     except BrokenProcessPool as error:
         raise UserError(
-            "a worker process was ended from outside, perhaps for want of memory: run the same command again "
-            "with fewer --workers; it goes on where it was"
+            "a worker process was killed, perhaps because memory ran out: run the same command again with "
+            "fewer --workers; it continues where it stopped"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -92,7 +93,7 @@ def claimed(folder: Path, state: str) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                f"another process is at work in {folder}: wait for it, or name another"
+                f"another process works in {folder}: wait for it, or name another folder"
             ) from error
         try:
             yield

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from longspec.decoding.option import option
 from longspec.errors import UserError, number
+from longspec.option import option
 
 
 @dataclass(frozen=True)

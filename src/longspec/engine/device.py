@@ -33,7 +33,7 @@ Group = tuple[MethodChoice, bool]
 
 
 @dataclass(frozen=True)
-class Piece:
+class PromptPart:
     """Tokens of a prompt that are computed together."""
 
     slot: int
@@ -196,7 +196,7 @@ class Device:
         for slot, text in zip(slots, texts, strict=True):
             ours.seen[slot].index_fill_(0, self._send(text), True)
 
-    def take(self, pieces: Sequence[Piece], sampled: bool) -> Report:
+    def take(self, pieces: Sequence[PromptPart], sampled: bool) -> Report:
         """Compute pieces of prompts; those at a prompt's end report the first token of its answer."""
         if not self.models.fused or pieces[0].count > SEGMENT:
             assert len(pieces) == 1
@@ -208,7 +208,7 @@ class Device:
         self._run(self.segments_work(size, sampled))
         return Report(work.report)
 
-    def _describe(self, pieces: Sequence[Piece], size: int) -> Segments:
+    def _describe(self, pieces: Sequence[PromptPart], size: int) -> Segments:
         """The segments that a graph of this size reads, filled with these."""
         if size not in self._segments:
             self._segments[size] = Segments.empty(size, self._fill_tables)

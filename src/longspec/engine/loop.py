@@ -11,7 +11,7 @@ import torch
 
 from longspec.decoding.methods import MOST_NODES, VANILLA, Auto, Lookup, Method
 from longspec.engine.auto import Policy
-from longspec.engine.device import Device, Group, Piece, Report
+from longspec.engine.device import Device, Group, PromptPart, Report
 from longspec.engine.fill import SEGMENT
 from longspec.engine.memory import longest_chunk
 from longspec.engine.scheduler import Scheduler, Seat
@@ -186,7 +186,7 @@ class Loop:
             seat.num_in_flight += 1
         return True
 
-    def _pieces(self, filling: list[Seat]) -> list[tuple[Seat, Piece]]:
+    def _pieces(self, filling: list[Seat]) -> list[tuple[Seat, PromptPart]]:
         alone = not self.scheduler.running
         first = filling[0]
         left = len(first.text) - first.computed
@@ -197,7 +197,7 @@ class Loop:
             return [self._piece(first, first.computed, BESIDE - first.computed % BESIDE)]
         if left >= BESIDE and self.is_large:
             return [self._piece(first, first.computed, self._longest_chunk if alone else BESIDE)]
-        pieces: list[tuple[Seat, Piece]] = []
+        pieces: list[tuple[Seat, PromptPart]] = []
         for seat in filling:
             start = seat.computed
             while start < len(seat.text) and len(pieces) < self.device.MOST_SEGMENTS:
@@ -205,9 +205,9 @@ class Loop:
                 start += SEGMENT
         return pieces
 
-    def _piece(self, seat: Seat, start: int, most: int) -> tuple[Seat, Piece]:
+    def _piece(self, seat: Seat, start: int, most: int) -> tuple[Seat, PromptPart]:
         count = min(most, len(seat.text) - start)
-        return seat, Piece(seat.slot, start, count, start + count == len(seat.text), seat.pages)
+        return seat, PromptPart(seat.slot, start, count, start + count == len(seat.text), seat.pages)
 
     @property
     def is_large(self) -> bool:

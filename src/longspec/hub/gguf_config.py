@@ -1,4 +1,4 @@
-"""From GGUF metadata to a Hugging Face config, and from GGUF tensor names to Hugging Face ones."""
+"""Translate GGUF metadata to a Hugging Face config, and GGUF tensor names to Hugging Face names."""
 
 import math
 from dataclasses import dataclass
@@ -10,25 +10,25 @@ from longspec.hub.gguf_header import GGUFHeader, shortened
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_FREQS = "rope_freqs.weight"
 
-# Turn ends that some files leave out of their eos keys; a model that writes one has finished.
+# Tokens that end a turn but are missing in the eos keys of some files.
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>")
-# Keys of variants of these architectures that this package does not run.
+# Keys of model variants that this package does not run.
 _REFUSED_KEYS = ("expert_count", "attention.sliding_window", "attention.scale", "logit_scale")
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor on its way from GGUF to Hugging Face."""
+    """One tensor with its GGUF and Hugging Face names."""
 
     gguf_name: str
     hf_name: str
     shape: tuple[int, ...]
     num_heads: int = 0
-    """Heads whose rows GGUF stores in its own rotary order; 0 where the rows are as Hugging Face has them."""
+    """The number of heads if GGUF stores the rows in its own rotary order; 0 if as in Hugging Face."""
 
 
 class Metadata:
-    """Typed access to a header's metadata: wrong types and wild values become `UserError`s."""
+    """Typed access to a header's metadata: wrong types and impossible values give a `UserError`."""
 
     def __init__(self, header: GGUFHeader) -> None:
         self.header = header
@@ -38,19 +38,18 @@ class Metadata:
             raise self.refuse(f"the architecture {self.arch!r}; use one of {', '.join(FAMILIES)}")
 
     def refuse(self, what: str) -> UserError:
-        """The error for something a GGUF may well have and this package does not run."""
+        """The error for valid files that this package does not run."""
         return UserError(f"{self.header.path}: longspec does not support {shortened(what)}")
 
     def get(self, key: str) -> Any:
-        """The raw value, with `{arch}.` put in front of keys that begin with a dot."""
+        """The raw value; a key that begins with a dot gets the architecture in front."""
         return self.header.metadata.get(self.arch + key if key.startswith(".") else key)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string value."""
         value = self.get(key)
         value = default if value is None else value
         if not isinstance(value, str):
-            raise UserError(f"{self.header.path}: the GGUF key {key!r} is missing or no text")
+            raise UserError(f"{self.header.path}: the GGUF key {key!r} is missing or not a text")
         return value
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = 1 << 27) -> int:
@@ -72,7 +71,7 @@ class Metadata:
         return float(value)
 
     def bad_value(self, key: str, value: Any) -> UserError:
-        """The error for a value no model has."""
+        """The error for an impossible value."""
         name = self.arch + key if key.startswith(".") else key
         what = "is missing" if value is None else f"has the bad value {shortened(repr(value))}"
         return UserError(f"{self.header.path}: the GGUF key {name!r} {what}")
@@ -153,10 +152,10 @@ def _yarn_rope(meta: Metadata, theta: float, factor: float) -> dict[str, Any]:
 
 
 def _llama3_rope(meta: Metadata, theta: float, head_dim: int, rope_freqs: list[float]) -> dict[str, Any]:
-    """Recover Llama 3.1's scaling, of which GGUF keeps only the resulting divisor of every frequency.
+    """Recover the parameters of Llama 3.1's scaling; GGUF has only the resulting divisor of each frequency.
 
-    Every published model uses the same low and high factor and original length; a file that does
-    not come out of them is refused rather than run with nearly right frequencies.
+    All published models have the same low and high factor and original length. A file with other divisors is
+    refused, because it would run with slightly wrong frequencies.
     """
     factor, low, high = max(rope_freqs), 1.0, 4.0
     original = meta.integer(".rope.scaling.original_context_length", 8192)
@@ -179,7 +178,7 @@ def _llama3_rope(meta: Metadata, theta: float, head_dim: int, rope_freqs: list[f
 
 
 def special_ids(meta: Metadata, vocab_size: int) -> dict[str, Any]:
-    """bos, pad and every id that ends an answer, as `generation_config.json` spells them."""
+    """bos, pad and every id that ends an answer, with the names of `generation_config.json`."""
 
     def token_id(name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
@@ -198,7 +197,7 @@ def special_ids(meta: Metadata, vocab_size: int) -> dict[str, Any]:
 
 
 def weight_plan(meta: Metadata, config: dict[str, Any]) -> list[Weight]:
-    """Every weight the model needs, checked against the file: none missing or misshapen or left over."""
+    """Every weight of the model, checked against the file: none is missing, misshapen or left over."""
     tensors = meta.header.tensors
     embed = (config["vocab_size"], config["hidden_size"])
     plan = [
@@ -218,7 +217,7 @@ def weight_plan(meta: Metadata, config: dict[str, Any]) -> list[Weight]:
         if shape != weight.shape:
             raise UserError(
                 f"{meta.header.path}: tensor {weight.gguf_name!r} has the shape {list(shape)}"
-                f" where the metadata asks for {list(weight.shape)}"
+                f", but the metadata says {list(weight.shape)}"
             )
     left_over = tensors.keys() - {weight.gguf_name for weight in plan} - {ROPE_FREQS}
     if left_over:

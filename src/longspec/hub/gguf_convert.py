@@ -1,12 +1,13 @@
 """Convert a `.gguf` file, once, into a folder in the Hugging Face layout.
 
-Weights keep the file's own type where all its matrices are F32, F16 or BF16. Quantised weights are
-expanded to float32 when that takes at most 8 GB, so that nothing more is lost, and to bfloat16
-above. Vectors (norms, biases) stay float32. Memory is bounded by one shard of 2 GB.
+Weights keep the file's type if all its matrices are F32, F16 or BF16. Quantised weights are expanded to
+float32 if that takes at most 8 GB, so that nothing more is lost; otherwise to bfloat16. Vectors (norms,
+biases) are float32. Memory is limited to one shard of 2 GB.
 """
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from longspec.hub.cache import build_folder, cache_dir, require_space
 from longspec.hub.gguf_config import ROPE_FREQS, Metadata, Weight, hf_config, special_ids, weight_plan
 from longspec.hub.gguf_header import GGUFHeader, TensorInfo, damaged, read_header, shortened
 from longspec.hub.gguf_tokenizer import save_tokenizer
-from longspec.progress import byte_bar
+from longspec.progress import Advance, byte_bar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +32,7 @@ _CHUNK_ELEMENTS = 1 << 24  # dequantised at a time: 64 MB of float32
 
 
 def converted(path: Path, *, progress: bool = True) -> Path:
-    """The folder a `.gguf` file converts to, made on first use and kept in the cache."""
+    """The folder with the converted `.gguf` file, made at first use and kept in the cache."""
     path = path.absolute()
     try:
         stat = path.stat()
@@ -45,22 +46,22 @@ def converted(path: Path, *, progress: bool = True) -> Path:
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
-    """What config.json will say of the model's shape once the file is converted; reads the header alone."""
+    """The model's shape as config.json will have it; reads only the header."""
     meta, config, _ = _read(path)
     return {"model_type": meta.arch} | config
 
 
 def convert(path: Path, folder: Path, *, progress: bool = True) -> dict[str, Any]:
-    """Write config, tokenizer and weights of a GGUF file into `folder`; returns where they come from."""
+    """Write config, tokenizer and weights of a GGUF file into `folder`; returns their origin."""
     meta, config, plan = _read(path)
     header = meta.header
     dtype = _storage_type(header, plan)
-    num_bytes = sum(_num_elements(weight) * (2 if _is_half(weight, dtype) else 4) for weight in plan)
+    num_bytes = sum(_num_bytes(weight, dtype) for weight in plan)
     require_space(folder, num_bytes)
     _save_config(meta, config, dtype, folder)
     save_tokenizer(meta, folder)
     with byte_bar(f"Converting {path.name}", num_bytes, progress) as advance:
-        _Shards(folder, num_bytes).save(_tensors(header, plan, dtype), advance)
+        _save_weights(header, plan, dtype, folder, advance)
     stat = path.stat()
     return {
         "source": path.name,
@@ -71,7 +72,7 @@ def convert(path: Path, folder: Path, *, progress: bool = True) -> dict[str, Any
 
 
 def _read(path: Path) -> tuple[Metadata, dict[str, Any], list[Weight]]:
-    """The header, checked: metadata, config, and the weights the file must hold."""
+    """Read and check the header: metadata, config and weights."""
     meta = Metadata(read_header(path))
     if meta.integer("split.count", 1, low=0) > 1:
         raise meta.refuse("split GGUF files; join the parts first (llama-gguf-split --merge)")
@@ -87,20 +88,17 @@ def _refuse_types(meta: Metadata) -> None:
             raise meta.refuse(f"the type {tensor.type_name} of tensor {tensor.name!r}; it reads {supported}")
 
 
-def _num_elements(weight: Weight) -> int:
-    return weight.shape[0] * (weight.shape[1] if len(weight.shape) == 2 else 1)
-
-
-def _is_half(weight: Weight, dtype: str) -> bool:
-    return len(weight.shape) == 2 and dtype != "float32"
+def _num_bytes(weight: Weight, dtype: str) -> int:
+    """Vectors are always float32."""
+    return math.prod(weight.shape) * (2 if len(weight.shape) == 2 and dtype != "float32" else 4)
 
 
 def _storage_type(header: GGUFHeader, plan: list[Weight]) -> str:
-    """The type matrices are stored in, as the module's docstring says."""
+    """The dtype of the matrices, as the module's docstring says."""
     kinds = {header.tensors[weight.gguf_name].type_name for weight in plan if len(weight.shape) == 2}
     if len(kinds) == 1 and (kind := kinds.pop()) in _PLAIN:
         return _PLAIN[kind]
-    num_bytes = 4 * sum(_num_elements(weight) for weight in plan)
+    num_bytes = sum(_num_bytes(weight, "float32") for weight in plan)
     return "float32" if num_bytes <= _MAX_FLOAT32_BYTES else "bfloat16"
 
 
@@ -112,9 +110,9 @@ def _save_config(meta: Metadata, config: dict[str, Any], dtype: str, folder: Pat
         family = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[meta.arch]
         family(**config, **ids, dtype=dtype).save_pretrained(folder)
         GenerationConfig(**ids).save_pretrained(folder)
-    except (ValueError, TypeError, KeyError) as error:  # the libraries' own checks of odd values
+    except (ValueError, TypeError, KeyError) as error:  # the library's own checks of the values
         reason = shortened(str(error) or type(error).__name__)
-        raise UserError(f"{meta.header.path}: its metadata makes no model ({reason})") from error
+        raise UserError(f"{meta.header.path}: its metadata does not describe a model ({reason})") from error
 
 
 def _map(path: Path) -> "np.ndarray[Any, np.dtype[np.uint8]]":
@@ -128,27 +126,27 @@ def _rope_freqs(header: GGUFHeader) -> list[float] | None:
     if info is None:
         return None
     if info.type_name != "F32" or len(info.shape) != 1 or info.shape[0] > 1 << 16:
-        raise damaged(header.path, f"tensor {ROPE_FREQS!r} is no float32 vector")
+        raise damaged(header.path, f"tensor {ROPE_FREQS!r} is not a float32 vector")
     values: list[float] = _dequantised(_map(header.path), info, "float32").tolist()
     return values
 
 
-def _tensors(header: GGUFHeader, plan: list[Weight], dtype: str) -> "Iterator[tuple[str, torch.Tensor]]":
+def _tensors(header: GGUFHeader, plan: list[Weight], dtype: str) -> "Iterator[tuple[Weight, torch.Tensor]]":
     data = _map(header.path)
     for weight in plan:
         info = header.tensors[weight.gguf_name]
         tensor = _dequantised(data, info, dtype if len(weight.shape) == 2 else "float32")
         if not all(bool(extreme.isfinite()) for extreme in tensor.aminmax()):
-            raise damaged(header.path, f"tensor {info.name!r} holds values that are not finite")
+            raise damaged(header.path, f"tensor {info.name!r} has values that are not finite")
         if weight.num_heads:
             rows, columns = weight.shape
             pairs = tensor.view(weight.num_heads, rows // weight.num_heads // 2, 2, columns)
             tensor = pairs.transpose(1, 2).reshape(rows, columns)
-        yield weight.hf_name, tensor
+        yield weight, tensor
 
 
 def _dequantised(data: "np.ndarray[Any, np.dtype[np.uint8]]", info: TensorInfo, dtype: str) -> "torch.Tensor":
-    """One tensor in the wanted type, expanded some rows at a time so that float32 never exists in whole."""
+    """One tensor in the wanted dtype, expanded some rows at a time, so that all of it is never in float32."""
     import numpy as np
     import torch
     from gguf.constants import GGMLQuantizationType
@@ -159,64 +157,56 @@ def _dequantised(data: "np.ndarray[Any, np.dtype[np.uint8]]", info: TensorInfo, 
     raw = data[info.offset : info.offset + info.num_bytes].reshape(num_rows, -1)
     flat = out.view(num_rows, -1)
     step = max(1, _CHUNK_ELEMENTS // flat.shape[1])
-    with np.errstate(all="ignore"):  # damaged scales overflow; the caller looks for what is not finite
+    with np.errstate(all="ignore"):  # damaged scales overflow; the caller checks for finite values
         for start in range(0, num_rows, step):
             rows = dequantize(raw[start : start + step], GGMLQuantizationType[info.type_name])
             flat[start : start + step] = torch.from_numpy(np.array(rows, dtype=np.float32))
     return out
 
 
-class _Shards:
-    """Writes tensors into safetensors files of bounded size, and the index when there are several."""
+def _shards(plan: list[Weight], dtype: str) -> list[list[Weight]]:
+    """The weights of each safetensors file: at most `_SHARD_BYTES`, but at least one weight."""
+    shards: list[list[Weight]] = [[]]
+    size = 0
+    for weight in plan:
+        if shards[-1] and size + _num_bytes(weight, dtype) > _SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(weight)
+        size += _num_bytes(weight, dtype)
+    return shards
 
-    def __init__(self, folder: Path, num_bytes: int) -> None:
-        self.folder = folder
-        self.num_bytes = num_bytes
-        self.waiting: dict[str, torch.Tensor] = {}
-        self.files: list[list[str]] = []
 
-    def save(self, tensors: "Iterator[tuple[str, torch.Tensor]]", advance: Any) -> None:
-        size = 0
-        for name, tensor in tensors:
-            if self.waiting and size + tensor.nbytes > _SHARD_BYTES:
-                self.flush()
-                size = 0
-            self.waiting[name] = tensor
-            size += tensor.nbytes
-            advance(tensor.nbytes)
-        self.flush()
-        self.finish()
-
-    def flush(self) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        try:
-            save_file(self.waiting, self._part(len(self.files)), metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise UserError(
-                f"cannot write weights to {self.folder.parent} ({shortened(str(error))});"
-                " free some space or set LONGSPEC_CACHE to a folder with room"
-            ) from error
-        shutil.copymode(
-            self.folder / "config.json", self._part(len(self.files))
-        )  # safetensors makes it private
-        self.files.append(list(self.waiting))
-        self.waiting = {}
-
-    def _part(self, number: int) -> Path:
-        return self.folder / f"part-{number}.safetensors"
-
-    def finish(self) -> None:
-        """Give the files their final names, which hold their number."""
-        if len(self.files) == 1:
-            self._part(0).rename(self.folder / "model.safetensors")
-            return
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self.files):
-            file_name = f"model-{number + 1:05d}-of-{len(self.files):05d}.safetensors"
-            self._part(number).rename(self.folder / file_name)
-            weight_map |= dict.fromkeys(names, file_name)
-        index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
+def _save_weights(header: GGUFHeader, plan: list[Weight], dtype: str, folder: Path, advance: Advance) -> None:
+    """Write the safetensors files, and their index if there are several."""
+    shards = _shards(plan, dtype)
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
+        ]
+        total = sum(_num_bytes(weight, dtype) for weight in plan)
+        files = {weight.hf_name: name for name, own in zip(names, shards, strict=True) for weight in own}
+        index = {"metadata": {"total_size": total}, "weight_map": files}
         text = json.dumps(index, indent=2) + "\n"
-        (self.folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    for name, own in zip(names, shards, strict=True):
+        tensors = {}
+        for weight, tensor in _tensors(header, own, dtype):
+            tensors[weight.hf_name] = tensor
+            advance(tensor.nbytes)
+        _save_file(tensors, folder / name)
+
+
+def _save_file(tensors: "dict[str, torch.Tensor]", path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise UserError(
+            f"cannot write weights to {path.parent.parent} ({shortened(str(error))});"
+            " free some space or set LONGSPEC_CACHE to a folder with room"
+        ) from error
+    shutil.copymode(path.parent / "config.json", path)  # safetensors makes it private

@@ -1,7 +1,7 @@
 """A strict reader of GGUF headers.
 
-Nothing in the file is believed before it is checked against the file's size, so a truncated or
-damaged file ends in one clear `UserError` and never in a wild allocation or a view past the end.
+Every number is checked against the size of the file before it is used. So a truncated or damaged file gives
+one clear `UserError`, and never a huge allocation or a read past the end.
 """
 
 import itertools
@@ -24,7 +24,7 @@ _MAX_ELEMENTS = 1 << 48
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies in the file."""
+    """Where one tensor is in the file."""
 
     name: str
     shape: tuple[int, ...]  # outermost first, as torch counts
@@ -35,7 +35,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """Metadata and tensor table of a file whose every offset lies within it."""
+    """Metadata and tensor table of a file; all offsets are checked."""
 
     path: Path
     metadata: dict[str, Any]
@@ -43,7 +43,7 @@ class GGUFHeader:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Read and check the header of a GGUF file; `UserError` says what is wrong with it."""
+    """Read and check the header of a GGUF file."""
     try:
         with path.open("rb") as file:
             if path.stat().st_size < 24 or file.read(4) != b"GGUF":
@@ -60,7 +60,7 @@ def damaged(path: Path, what: str) -> UserError:
 
 
 def shortened(text: str) -> str:
-    """Text from a file that cannot be trusted, made fit for one line of a message."""
+    """Untrusted text from a file, shortened to one printable line."""
     printable = "".join(char if char.isprintable() else "?" for char in text)
     return printable if len(printable) <= 200 else printable[:200] + "..."
 
@@ -77,22 +77,22 @@ class _Walker:
         version = self.scalar("I")
         if version not in (2, 3):
             hint = " (a big-endian file?)" if version & 0xFFFF == 0 else ""
-            raise UserError(f"{self.path} is GGUF version {version}{hint}; versions 2 and 3 are supported")
+            raise UserError(f"{self.path} has GGUF version {version}{hint}; versions 2 and 3 are supported")
         num_tensors, num_keys = self.count("tensors", _MAX_COUNT), self.count("keys", _MAX_COUNT)
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self.string("a key")
             if key in metadata:
-                raise damaged(self.path, f"the key {key!r} comes twice")
+                raise damaged(self.path, f"the key {key!r} occurs twice")
             metadata[key] = self.value(self.scalar("I"), key)
         entries = [self.tensor_entry() for _ in range(num_tensors)]
         return GGUFHeader(self.path, metadata, self.place(entries, metadata.get("general.alignment", 32)))
 
     def take(self, num_bytes: int, what: str) -> int:
-        """Step over `num_bytes`, returning where they begin."""
+        """Skip `num_bytes`; returns where they begin."""
         start = self.position
         if num_bytes > len(self.data) - start:
-            raise damaged(self.path, f"{what} at byte {start} reaches past the end of the file")
+            raise damaged(self.path, f"{what} at byte {start} goes past the end of the file")
         self.position += num_bytes
         return start
 
@@ -148,21 +148,21 @@ class _Walker:
     def place(
         self, entries: list[tuple[str, tuple[int, ...], int, int]], alignment: Any
     ) -> dict[str, TensorInfo]:
-        """Turn table entries into tensors with checked places in the file."""
+        """Turn table entries into tensors with checked offsets."""
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
             raise damaged(self.path, f"the alignment {alignment!r} is not a power of two")
         data_start = -(-self.position // alignment) * alignment
         tensors: dict[str, TensorInfo] = {}
         for name, shape, type_id, offset in entries:
             if name in tensors:
-                raise damaged(self.path, f"tensor {name!r} comes twice")
+                raise damaged(self.path, f"tensor {name!r} occurs twice")
             type_name, block, block_bytes = _tensor_type(type_id)
             num_bytes = math.prod(shape) // block * block_bytes
             start = data_start + offset
             if shape[-1] % block or offset % alignment:
-                raise damaged(self.path, f"tensor {name!r} does not lie on block boundaries")
+                raise damaged(self.path, f"tensor {name!r} is not aligned to blocks")
             if start + num_bytes > len(self.data):
-                raise damaged(self.path, f"tensor {name!r} reaches past the end of the file")
+                raise damaged(self.path, f"tensor {name!r} goes past the end of the file")
             tensors[name] = TensorInfo(name, shape, type_name, start, num_bytes)
         self.refuse_overlap(tensors)
         return tensors
@@ -175,7 +175,7 @@ class _Walker:
 
 
 def _tensor_type(type_id: int) -> tuple[str, int, int]:
-    """Name, elements per block and bytes per block of a ggml type; odd ids get a name and no size."""
+    """Name, elements per block and bytes per block of a ggml type; an unknown id gets size 0."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file, saved the Hugging Face way."""
+"""Save the tokenizer of a GGUF file in the Hugging Face format."""
 
 import contextlib
 import tempfile
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 _MAX_TOKEN = 4096  # characters; recovering merges takes time quadratic in a token's length
 
-# How a byte-level vocabulary splits text before merging (`tokenizer.ggml.pre`). The first group is
-# transformers' own work; "smollm" it leaves at GPT-2's split, so that one is mended below.
+# How a byte-level vocabulary splits text before merging (`tokenizer.ggml.pre`). transformers does the first
+# three groups right; it gives "smollm" the split of GPT-2, which `_mend` corrects.
 _LLAMA3_SPLITS = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "tekken")
 _QWEN_SPLITS = ("qwen2", "deepseek-r1-qwen", "megrez")
 _GPT2_SPLITS = ("gpt-2", "default")
@@ -32,7 +32,7 @@ def save_tokenizer(meta: Metadata, folder: Path) -> None:
     if model == "gpt2" and pre not in (*_LLAMA3_SPLITS, *_QWEN_SPLITS, *_GPT2_SPLITS, *_DIGIT_SPLITS):
         raise meta.refuse(f"the pre-tokenizer {pre!r}")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise UserError(f"{meta.header.path}: the GGUF key 'tokenizer.ggml.tokens' is no list of strings")
+        raise UserError(f"{meta.header.path}: the GGUF key 'tokenizer.ggml.tokens' is not a list of strings")
     if len(tokens) > meta.header.tensors["token_embd.weight"].shape[0]:
         raise UserError(f"{meta.header.path}: there are more tokens than rows in 'token_embd.weight'")
     if max(map(len, tokens), default=0) > _MAX_TOKEN:
@@ -48,10 +48,10 @@ def save_tokenizer(meta: Metadata, folder: Path) -> None:
 
 
 def _load(path: Path) -> "PreTrainedTokenizerFast":
-    # Not AutoTokenizer: it reads the whole header three times, 4 s instead of 0.4, to the same end.
+    # Not AutoTokenizer, because it reads the whole header three times: 4 s instead of 0.4.
     from transformers import PreTrainedTokenizerFast
 
-    # A folder of its own: tokenizer files that lie beside the GGUF must not take part.
+    # In its own folder, because tokenizer files next to the GGUF must not be used.
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "model.gguf").symlink_to(path.absolute())
         tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
@@ -61,7 +61,7 @@ def _load(path: Path) -> "PreTrainedTokenizerFast":
 
 
 def _mend(tokenizer: "PreTrainedTokenizerFast", meta: Metadata, model: str, pre: str) -> None:
-    """Apply what transformers leaves out when it reads a GGUF."""
+    """Correct what transformers leaves out when it reads a GGUF."""
     from tokenizers import normalizers, pre_tokenizers
 
     backend: Any = tokenizer.backend_tokenizer
@@ -71,23 +71,23 @@ def _mend(tokenizer: "PreTrainedTokenizerFast", meta: Metadata, model: str, pre:
         )
     if model == "gpt2" and pre in _QWEN_SPLITS:
         backend.normalizer = normalizers.NFC()
-    # Where the key is missing, llama.cpp adds bos for SentencePiece and Llama 3 vocabularies.
+    # If the key is missing, llama.cpp adds bos for SentencePiece and Llama 3 vocabularies.
     add_bos = meta.get("tokenizer.ggml.add_bos_token")
     if add_bos is None:
         add_bos = model == "llama" or pre in _LLAMA3_SPLITS
     if add_bos and tokenizer.bos_token is not None:
-        # The setter exists; the stubs know only the getter.
+        # The setter exists, but the type stubs have only the getter.
         tokenizer.add_bos_token = True  # type: ignore[misc]
 
 
 @contextlib.contextmanager
 def _one_line_errors(path: Path) -> Iterator[None]:
-    """Turn whatever the tokenizer libraries raise on odd metadata into a `UserError`."""
+    """Turn any error of the tokenizer libraries into a `UserError`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, OSError):
         raise
-    except BaseException as error:  # a panic in the Rust tokenizers is no Exception
+    except BaseException as error:  # a panic in the Rust tokenizers is not an Exception
         reason = shortened(str(error) or type(error).__name__)
         raise UserError(
             f"{path}: its tokenizer cannot be read ({reason}); the file may be damaged"

@@ -1,11 +1,14 @@
-"""The models that go by a short name: targets, their published drafts, and what their tokenizers lack."""
+"""The models that have a short name: targets, their drafts, and chat templates that their tokenizers lack."""
 
 import difflib
 from dataclasses import dataclass
+from pathlib import Path
+
+import longspec
 
 DEFAULT_TARGET = "smollm2-135m"
 
-# FastChat's "vicuna_v1.1" conversation, which LongChat shares; the tokenizers of both have no template.
+# FastChat's "vicuna_v1.1" conversation, also for LongChat, because their tokenizers have no template.
 VICUNA_CHAT_TEMPLATE = (
     "{%- if messages and messages[0]['role'] == 'system' -%}"
     "{%- set system = messages[0]['content'] -%}{%- set turns = messages[1:] -%}"
@@ -27,13 +30,13 @@ VICUNA_CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One row of the table. `None` means: as the model's own files say."""
+    """A model with a short name. None means: as the model's own files say."""
 
     name: str
     target: str | None
-    """Hub id; None for the embedded default, which comes from PyPI (see `longspec.hub.embedded`)."""
+    """Hub id; None for the embedded default, which comes from PyPI (`longspec.hub.embedded`)."""
     draft: str | None
-    """Hub id; one that comes with the package (`longspec.hub.shipped`) is taken before it."""
+    """Hub id. A draft in the package (`shipped_draft`) is preferred."""
     context: int
     eos_id: int | None = None
     chat_template: str | None = None
@@ -47,7 +50,7 @@ def _published(
     eos_id: int | None = None,
     chat_template: str | None = None,
 ) -> ModelEntry:
-    """A target with the draft published for it under the same model name."""
+    """A target with its published draft, which has the same model name."""
     draft = "sail/longspec-" + target.split("/")[1]
     return ModelEntry(name, target, draft, context, eos_id, chat_template)
 
@@ -67,6 +70,22 @@ MODELS: dict[str, ModelEntry] = {
 
 
 def nearest(name: str) -> str | None:
-    """The short name most like `name`, or None when nothing comes close."""
+    """The short name that is most similar to `name`; None if none is."""
     matches = difflib.get_close_matches(name.lower(), MODELS, n=1, cutoff=0.5)
     return matches[0] if matches else None
+
+
+def shipped_draft(name: str) -> Path | None:
+    """The folder of the draft in the package for the target with this short name, if there is one."""
+    if name not in MODELS:
+        return None
+    # All folders of the package, because an extension of it may bring drafts too.
+    folders = (Path(place) / "drafts" / name for place in longspec.__path__)
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+
+
+def default_draft(entry: ModelEntry | None) -> str | None:
+    """The default draft of a target, as a name for `resolve_draft`."""
+    if entry is None:
+        return None
+    return entry.name if shipped_draft(entry.name) is not None else entry.draft

@@ -1,4 +1,4 @@
-"""From what the user calls a model to a folder with its files."""
+"""Find the folder of a model from the name that the user gives."""
 
 import os
 from collections.abc import Mapping
@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
-from longspec.hub.registry import MODELS, ModelEntry, nearest
-from longspec.hub.shipped import shipped_draft
+from longspec.hub.registry import MODELS, ModelEntry, nearest, shipped_draft
 
 
 @dataclass(frozen=True)
 class TargetFiles:
-    """A target that is on disk: a folder in the Hugging Face layout."""
+    """A target on disk: a folder in the Hugging Face layout."""
 
     name: str
     folder: Path
     entry: ModelEntry | None
     config: Mapping[str, Any] | None = None
-    """What config.json will say, where only that was asked for and `folder` is yet to be made, or a .gguf."""
+    """The future content of config.json, if only the config was asked for and nothing is converted yet."""
 
 
 def resolve(
@@ -30,10 +29,10 @@ def resolve(
     progress: bool = True,
     config_only: bool = False,
 ) -> TargetFiles:
-    """Find `target` (a path, a short name or a hub id, in this order), fetching it when it is not on disk.
+    """Find `target` (a path, a short name or a hub id, in this order), and fetch it if it is not on disk.
 
-    `revision` applies to hub ids; with `config_only` no weights are fetched or converted. Nothing the files
-    contain is ever run as code.
+    `revision` is for hub ids. With `config_only` no weights are fetched or converted. The files' content is
+    never run as code.
     """
     path = Path(os.path.expanduser(target))
     local, entry = _is_local(target, path), _entry(target)
@@ -59,7 +58,7 @@ def resolve(
 def resolve_tokenizer(
     target: str, *, revision: str | None = None, offline: bool = False, progress: bool = True
 ) -> TargetFiles:
-    """Find `target` as `resolve` does, for its tokenizer alone: weights are neither fetched nor needed."""
+    """Find only the tokenizer of `target`; weights are not fetched."""
     path = Path(os.path.expanduser(target))
     entry = _entry(target)
     if _is_local(target, path) and path.is_dir() and revision is None:
@@ -76,8 +75,8 @@ def resolve_tokenizer(
 def resolve_draft(
     draft: str, *, revision: str | None = None, offline: bool = False, progress: bool = True
 ) -> Path:
-    """Find a draft: one that comes with the package, by its target's short name; a folder or .pth file; or a
-    hub id, which is fetched when it is not on disk."""
+    """Find a draft: by its target's short name (in the package), by a folder or .pth file, or by a hub id,
+    which is fetched if it is not on disk."""
     if (folder := shipped_draft(draft)) is not None:
         return folder
     path = Path(os.path.expanduser(draft))
@@ -93,7 +92,7 @@ def resolve_draft(
 
 
 def on_disk(entry: ModelEntry) -> bool:
-    """Whether a model of the table is here in full already. Asks no network."""
+    """Whether all files of a model are on this machine. Does not use the network."""
     if entry.target is None:
         from longspec.hub.cache import is_complete
         from longspec.hub.embedded import embedded_folder
@@ -107,13 +106,13 @@ def on_disk(entry: ModelEntry) -> bool:
 def _is_local(target: str, path: Path) -> bool:
     if target.endswith(".gguf") or target.startswith(("/", ".", "~")) or target.count("/") > 1:
         return True
-    # A folder that merely shares a short name, without a model in it, does not hide that name.
+    # A folder with a short name as its name, but without a model in it, does not hide the short name.
     found = path / "config.json" if target in MODELS else path
     return target != "" and os.path.exists(found)
 
 
 def _entry(target: str) -> ModelEntry | None:
-    """The table's row for a short name, or for the hub id that one stands for."""
+    """The entry of a short name, or of the hub id that it stands for."""
     return MODELS.get(target) or next((entry for entry in MODELS.values() if entry.target == target), None)
 
 

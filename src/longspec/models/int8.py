@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspec.errors import UserError
+from longspec.errors import UserError, check_known
 from longspec.models.layers import Linear, replace_linears
 
 DRAFT_DTYPES = ("auto", "int8", "target")
@@ -66,8 +66,7 @@ def round_linears(module: nn.Module) -> None:
 
 
 def check_draft_dtype(draft_dtype: str) -> None:
-    if draft_dtype not in DRAFT_DTYPES:
-        raise UserError(f"draft_dtype {draft_dtype!r} is unknown; there are: {', '.join(DRAFT_DTYPES)}")
+    check_known("draft_dtype", draft_dtype, DRAFT_DTYPES)
 
 
 def wants_int8(draft_dtype: str, draft: nn.Module) -> bool:

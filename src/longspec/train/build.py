@@ -1,4 +1,4 @@
-"""From settings to what is trained: target, draft and data, each checked against the others."""
+"""Load what the settings name: target, draft and data, each checked against the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Parts:
 
 
 def build(settings: TrainSettings, device: torch.device, partitioned: bool) -> Parts:
-    """Load or make everything. A `partitioned` target stays on the CPU until it is sharded."""
+    """Load or make all parts. A `partitioned` target stays on the CPU until it is sharded."""
     mixture = Mixture(settings.data.train, settings.stage.seq_length)
     _check(settings, mixture)
     load_device = torch.device("cpu") if partitioned else device
@@ -79,8 +79,8 @@ def _check(settings: TrainSettings, mixture: Mixture) -> None:
         raise UserError(f"stage.lag_decay is {stage.lag_decay}; it is a share, above 0 and at most 1")
     if stage.lag_decay < 1 and stage.lags > 1:
         raise UserError(
-            f"stage.lags is {stage.lags}: a sequence's lags are spread evenly, so stage.lag_decay must be 1, "
-            f"and is {stage.lag_decay}"
+            f"stage.lags is {stage.lags} and stage.lag_decay is {stage.lag_decay}: several lags are "
+            "spread evenly over the range, so stage.lag_decay must be 1"
         )
     if not 0 <= stage.soft <= 1:
         raise UserError(f"stage.soft is {stage.soft}; it is a share, from 0 to 1")
@@ -91,7 +91,7 @@ def _check(settings: TrainSettings, mixture: Mixture) -> None:
     if data.num_held_out < 0 or data.num_held_out >= len(mixture):
         raise UserError(
             f"data.num_held_out is {data.num_held_out} and data.train has {len(mixture)} sequences; "
-            "some must be left to train on"
+            "some must remain to train on"
         )
     if settings.evaluation.every and not data.num_held_out:
         raise UserError("evaluation needs held-out sequences: set data.num_held_out, or evaluation.every=0")
@@ -103,8 +103,8 @@ def _draws(stage: StageSettings, draft: DraftConfig, max_length: int) -> Draws:
         raise UserError(f"stage.seq_length {stage.seq_length} exceeds the target's context of {max_length}")
     if stage.max_offset > room:
         raise UserError(
-            f"stage.max_offset {stage.max_offset} leads beyond the target's context of {max_length}: with "
-            f"{stage.seq_length} tokens at most {room}"
+            f"stage.max_offset {stage.max_offset} goes past the target's context of {max_length}: with "
+            f"{stage.seq_length} tokens it can be at most {room}"
         )
     offset = room if stage.max_offset < 0 else stage.max_offset
     if stage.lags > draft.max_lag:

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: folders that are whole or not there.
+"""Checkpoints of a run: folders that are complete or do not exist.
 
 RUN/checkpoints/step-00000200/
-    state.json      the step and what must not change; its list of files tells a whole checkpoint
+    state.json      the step and what must not change; its list of files shows that the checkpoint is complete
     draft/          the draft as decoding loads it
     engine/         DeepSpeed's own files, which are pickles: trust only those you made
     random.pt       the random states of each process
@@ -45,7 +45,7 @@ class CheckpointState:
     files: dict[str, int]
     """Sizes by name."""
     acceptance: dict[str, Any] | None = None
-    """The fields of `evaluate.Acceptance`, where it was measured."""
+    """The fields of `evaluate.Acceptance`, if it was measured."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def building_folder(run: Path, step: int) -> Path:
 
 
 def newest(run: Path) -> Path | None:
-    """The newest whole checkpoint; damaged ones are skipped with a warning."""
+    """The newest complete checkpoint; damaged ones are skipped with a warning."""
     found = sorted(
         (path for path in (run / "checkpoints").glob("step-*") if _NAME.fullmatch(path.name)), reverse=True
     )
@@ -78,7 +78,7 @@ def newest(run: Path) -> Path | None:
 
 
 def _problem(path: Path) -> str | None:
-    """What is missing from a checkpoint; None where it is whole."""
+    """What is missing from a checkpoint; None if it is complete."""
     try:
         state = read_state(path)
     except UserError as error:
@@ -91,7 +91,7 @@ def _problem(path: Path) -> str | None:
 
 
 def finish(run: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Rename what was written to the checkpoint of a step, and remove all but the last `keep`."""
+    """Complete the checkpoint of a step, and remove all but the last `keep`."""
     building, goal = building_folder(run, step), folder_of(run, step)
     for script in building.glob("zero_to_*.py"):  # DeepSpeed's converters; `draft/` needs none
         script.unlink()
@@ -102,7 +102,7 @@ def finish(run: Path, step: int, state: dict[str, Any], keep: int) -> Path:
         with open(building / name, "rb") as file:
             os.fsync(file.fileno())
     write_whole(building / _STATE, json.dumps(state | {"step": step, "files": files}, indent=1).encode())
-    if goal.exists():  # a damaged one, because a whole one would have been resumed from
+    if goal.exists():  # a damaged one, because training would have resumed from a complete one
         shutil.rmtree(goal)
     building.rename(goal)
     sweep(run, keep)
@@ -154,13 +154,13 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def note_stages(run: Path, names: list[str]) -> None:
-    """Write down which stages a run consists of; each is a run in a folder of its own."""
+    """Write the names of a run's stages; each stage is a run in its own folder."""
     run.mkdir(parents=True, exist_ok=True)
     write_whole(run / _STAGES, json.dumps({"stages": names}).encode())
 
 
 def stage_runs(run: Path) -> list[Path]:
-    """The runs of which a run consists: its stages so far, or itself."""
+    """The stages of a run so far, or the run itself if it has no stages."""
     if not (run / _STAGES).is_file():
         return [run]
     folders = [run / name for name in read_record(run / _STAGES, Stages).stages]
@@ -168,16 +168,16 @@ def stage_runs(run: Path) -> list[Path]:
 
 
 def newest_of(run: Path) -> Path:
-    """The newest whole checkpoint of the newest stage of a run."""
+    """The newest complete checkpoint of the newest stage of a run."""
     runs = stage_runs(run)
     checkpoint = newest(runs[-1]) if runs else None
     if checkpoint is None:
-        raise UserError(f"the run {run} has no whole checkpoint to take a draft from")
+        raise UserError(f"the run {run} has no complete checkpoint to take a draft from")
     return checkpoint
 
 
 def progress_of(run: Path) -> tuple[int, int]:
-    """Steps that a run has done, and those that it is to do; (0, 1) where it has no whole checkpoint."""
+    """The steps done and the steps in total; (0, 1) if there is no complete checkpoint."""
     checkpoint = newest(run)
     if checkpoint is None:
         return 0, 1
@@ -186,7 +186,7 @@ def progress_of(run: Path) -> tuple[int, int]:
 
 
 def draft_of(path: str) -> str:
-    """A draft by the path that a user gives: a run stands for the draft of its newest checkpoint."""
+    """The draft at a path; for a run, the draft of its newest checkpoint."""
     run = Path(path).expanduser()
     if not (run / "checkpoints").is_dir() and not (run / _STAGES).is_file():
         return path

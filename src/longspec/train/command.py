@@ -5,7 +5,7 @@ longspec train experiment=smollm2_cpu_tiny stage=all        three stages in a ro
 longspec train experiment=smollm2_gpu stage=all --only long one of them, from the draft of the one before
 longspec train target.path=./my-llama draft=glide_plus stage=base data.train=[data/mine]
 longspec train stage=long draft.path=outputs/mine data.train=[data/long] run=outputs/mine-long
-longspec train run=outputs/mine resume=latest ...           go on after a crash, with the same settings
+longspec train run=outputs/mine resume=latest ...           continue after a crash, with the same settings
 longspec train --cfg job experiment=...                     print the settings and stop
 
 Several processes: torchrun --nproc-per-node 8 -m longspec.train ..., or the deepspeed launcher.
@@ -36,11 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a ready experiment, or train (the default)",
     )
     parser.add_argument(
-        "--config-dir", "-cd", metavar="FOLDER", help="where groups of your own are looked up too"
+        "--config-dir", "-cd", metavar="FOLDER", help="a folder with config groups of your own"
     )
-    parser.add_argument("--only", metavar="STAGE", help="of stage=all, this stage alone")
+    parser.add_argument("--only", metavar="STAGE", help="with stage=all: run only this stage")
     parser.add_argument("--cfg", choices=["job"], help="print the settings that would be used, and stop")
-    # The deepspeed launcher passes it; the environment says the same.
+    # The deepspeed launcher passes it.
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)
 
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_stages(overrides: list[str], arguments: argparse.Namespace) -> int:
-    """Each stage of the experiment, from the draft of the one before."""
+    """Run the stages of the experiment; each starts from the draft of the previous one."""
     whole = compose_config(overrides, arguments.config_dir)
     if not whole.stages:
         raise UserError("stage=all: these settings name no stages")
@@ -89,7 +89,7 @@ def _stage_configs(whole: Any, overrides: list[str], arguments: argparse.Namespa
     folder, previous = Path(whole.run), whole.draft.path
     configs = []
     for name, settings in whole.stages.items():
-        # What the user gave comes last and wins; names and places are the stage's own.
+        # The user's overrides come last and win, but each stage has its own name and folder.
         own = [f"name={whole.name}_{name}", f"run={folder / str(name)}"]
         start = previous if arguments.only is None else _start_alone(whole, str(name))
         own += [] if start is None else [f"draft.path={start}"]
@@ -101,7 +101,7 @@ def _stage_configs(whole: Any, overrides: list[str], arguments: argparse.Namespa
 
 
 def _start_alone(whole: Any, name: str) -> Any:
-    """What a stage begins with that is run alone: the draft that is named, or that of the stage before it."""
+    """The draft that a single stage starts from: the named one, or that of the stage before it."""
     names = [str(one) for one in whole.stages]
     if whole.draft.path is not None or name == names[0]:
         return whole.draft.path
@@ -109,21 +109,21 @@ def _start_alone(whole: Any, name: str) -> Any:
 
 
 def _train(config: Any) -> bool:
-    """Run one stage; False where its time was up before its end."""
+    """Run one stage; returns False if its time ran out before the end."""
     from longspec.train.checkpoints import progress_of
     from longspec.train.trainer import train
 
     folder = train(_complete(config))
     step, num_steps = progress_of(folder)
     if step < num_steps:
-        _say(f"stopped at step {step} of {num_steps}: {folder}; go on with resume=latest")
+        _say(f"stopped at step {step} of {num_steps}: {folder}; continue with resume=latest")
         return False
     _say(f"done: {folder}")
     return True
 
 
 def _groups(overrides: list[str]) -> list[str]:
-    """The overrides that choose the experiment: a stage's own settings build on it."""
+    """The overrides that choose the experiment, which come before a stage's own settings."""
     return [one for one in overrides if one.lstrip("+").startswith("experiment=")]
 
 
@@ -172,7 +172,7 @@ def _complete(config: Any) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """What Hydra says, without its advice to append unknown keys."""
+    """Hydra's message, without its advice to append unknown keys."""
     lines = [line.strip() for line in str(error).splitlines()]
     if error.__cause__ is not None:
         lines += [line.strip() for line in str(error.__cause__).splitlines()]
@@ -194,7 +194,7 @@ def _say(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m longspec.train`: what `longspec train` does, under any launcher."""
+    """`python -m longspec.train`: the same as `longspec train`, for launchers."""
     parser = argparse.ArgumentParser(
         prog="python -m longspec.train",
         description=__doc__,

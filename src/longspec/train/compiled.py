@@ -1,4 +1,4 @@
-"""torch.compile for training on a GPU: what lies between the attention kernels, fused."""
+"""torch.compile for training on a GPU: it fuses what is between the attention kernels."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from longspec.train.losses import Chunk, one_chunk
 
 
 def compile_layers(target: Transformer, draft: GlideDraft) -> Chunk:
-    """Replace the parts of the layers by compiled ones; returns the same for a chunk of the loss.
+    """Replace parts of the layers by compiled ones; returns a compiled `one_chunk`.
 
-    A part sees its weights as inputs, so that all layers of the target share one compilation.
+    Weights are inputs of a compiled part, so all layers of the target share one compilation.
     """
     for block in target.blocks:
         assert isinstance(block, Block)
         _compile(block, "enter", "leave")
         _compile(block.attention, "heads")
     _compile(draft, "enter", "heads", "query", "finish")
-    # Chunks differ in size at the end of a batch: sizes are symbols.
+    # Dynamic, because the last chunk of a batch has another size.
     return torch.compile(one_chunk, dynamic=True)
 
 

@@ -1,8 +1,8 @@
-"""Acceptance as decoding will see it, without decoding.
+"""Measure acceptance as in decoding, but without decoding.
 
-On text that the target wrote greedily a drafted token is accepted if and only if it is the text's next
-token, and a chain goes on only over accepted tokens. So one pass of the draft per lag over the whole text
-tells what every possible round would accept, and walking through it gives the rounds of decoding itself.
+In text that the target wrote greedily, a drafted token is accepted if and only if it is the next token of the
+text, and a chain continues only after accepted tokens. So one pass of the draft per lag over the whole text
+shows what every possible round would accept, and a walk through it gives the rounds of real decoding.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from longspec.train.layout import head_rows, lay_out
 from longspec.train.losses import score
 from longspec.train.objective import Objective
 
-# Held-out prompts that are continued at once.
+# How many held-out prompts are continued at once.
 _ROWS = 64
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt and what the target says to it."""
+    """A prompt and the target's answer."""
 
     prompt: list[int]
     tokens: list[int]
@@ -43,15 +43,15 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What a greedy chain of `gamma` tokens would do."""
+    """The acceptance of a greedy chain."""
 
     chain: list[float]
-    """Share of the rounds in which the token at depth 1, 2, ... is accepted."""
+    """The share of rounds that accept the token at depth 1, 2, ..."""
     tau: float
 
 
 def prompts_of(sequences: Many[Packed], num_tokens: int) -> list[list[int]]:
-    """The beginnings of held-out sequences: a whole question where there is one, else some tokens."""
+    """The beginnings of held-out sequences: the whole question if there is one, else `num_tokens`."""
     prompts = []
     for one in sequences:
         end = int(one.starts[1]) if len(one.starts) > 1 else len(one.tokens)
@@ -69,12 +69,12 @@ def continuations(
     num_tokens: int,
     eos_ids: frozenset[int],
 ) -> list[Continuation]:
-    """Let the target continue each prompt greedily. Of a sharded target every process must ask the same."""
+    """Let the target continue each prompt greedily. If it is sharded, all processes must do this together."""
     texts = [Sequence(prompt, num_tokens, eos_ids=eos_ids, method=VANILLA) for prompt in prompts]
     longest, num_rows = max(text.limit for text in texts), min(len(texts), _ROWS)
-    # Not by what is free: all processes must do the same work in the same order.
+    # Not by the free memory, because all processes must do the same work in the same order.
     pages = kv_bytes(target.config, target.dtype, num_rows, longest)
-    # What is compiled for training would be compiled anew for each of decoding's many shapes.
+    # The layers compiled for training would be compiled again for each of the many shapes of decoding.
     with torch.compiler.set_stance("force_eager"):
         engine = make_engine(target, max_length=longest, max_rows=num_rows, kv_memory=pages)
         for _ in engine.run_each(texts):
@@ -113,7 +113,7 @@ def chain_acceptance(objective: Objective, texts: Many[Continuation], gamma: int
 
 
 def _hits(objective: Objective, text: Continuation, gamma: int) -> list[list[bool]]:
-    """For each lag up to gamma, at every token, whether the draft would name the next one."""
+    """For each lag up to gamma and each token, whether the draft would predict the next one."""
     tokens = np.array(text.prompt + text.tokens)
     whole = Packed(tokens, np.full(len(tokens), Role.TEXT, np.uint8), np.zeros(1, np.int32))
     target, draft = objective.target, objective.draft
@@ -121,7 +121,7 @@ def _hits(objective: Objective, text: Continuation, gamma: int) -> list[list[boo
     rows = head_rows(draft.vocab_ids, target.config.vocab_size)
     batch, begin = collate([whole], "base", False), len(text.prompt)
     layouts = [lay_out(batch, [lag], [0], 0, rows, device) for lag in range(1, gamma + 1)]
-    hidden, kv = objective.read(layouts[0])  # the lag is the draft's alone
+    hidden, kv = objective.read(layouts[0])  # the target's pass does not depend on the lag
     found = []
     with objective.gather([target.embedding, target.head.weight]):
         for layout in layouts:

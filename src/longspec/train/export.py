@@ -1,4 +1,4 @@
-"""A run becomes a draft folder that decoding loads, with a model card that says how it was made."""
+"""Export a run as a draft folder for decoding, with a model card that says how it was made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from longspec.models.draft_files import (
     read_tensors,
 )
 from longspec.models.files import write_whole
-from longspec.models.placement import DTYPES
+from longspec.models.placement import pick_device, pick_dtype
 from longspec.records import read_yaml
 from longspec.train.checkpoints import newest_of, read_state, stage_runs
 from longspec.train.report import read_metrics
@@ -51,7 +51,7 @@ class Stage:
 
 
 def export(run: Path, output: Path, dtype: str = "auto") -> Path:
-    """Write the draft of a run's newest checkpoint to `output`: whole, or not at all."""
+    """Write the draft of a run's newest checkpoint to `output`: completely or not at all."""
     from safetensors.torch import save
 
     checkpoint = newest_of(run)
@@ -64,7 +64,8 @@ def export(run: Path, output: Path, dtype: str = "auto") -> Path:
     building.mkdir(parents=True)
     try:
         tensors = read_tensors(checkpoint / "draft")
-        export_dtype = _dtype(dtype, last)
+        wanted = last["target"]["dtype"] if dtype == "auto" else dtype
+        export_dtype = pick_dtype(wanted, pick_device("auto"))
         cast = {name: t.to(export_dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         write_whole(building / "model.safetensors", save(cast, {"format": "pt"}))
         pickled = io.BytesIO()
@@ -88,18 +89,8 @@ def export(run: Path, output: Path, dtype: str = "auto") -> Path:
     return output
 
 
-def _dtype(name: str, config: RunSettings) -> torch.dtype:
-    if name == "auto":
-        name = config["target"]["dtype"]
-    if name == "auto":
-        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    if name not in DTYPES:
-        raise UserError(f"dtype {name!r} is unknown; use auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
 def _stages(run: Path) -> list[Stage]:
-    """The stages that led to a run's draft, first to last, as far as they are known."""
+    """The known stages that led to a run's draft, first to last."""
     runs: list[Path] = []
     before: list[Stage] = []
     following: Path | None = run
@@ -108,7 +99,7 @@ def _stages(run: Path) -> list[Stage]:
         start = read_settings(following)["draft"]["path"]
         following = None if start is None else Path(start)
         if following is not None and (following / TRAINING).is_file():
-            before = read_yaml(following / TRAINING, Stage)  # an exported draft tells of its own stages
+            before = read_yaml(following / TRAINING, Stage)  # an exported draft lists its own stages
             break
         if following is not None and following.is_dir():
             following = stage_runs(following)[-1] if stage_runs(following) else None
@@ -121,13 +112,13 @@ def _stage(run: Path) -> Stage:
     for folder in config["data"]["train"]:
         try:
             sources += read_info(Path(folder)).sources
-        except UserError:  # moved or removed since: the card says what is known
+        except UserError:  # moved or removed since then
             sources.append(Source(f"{folder} (no longer there)", "unknown", 0, 0))
     checkpoint = newest_of(run)
     state, metrics = read_state(checkpoint), read_metrics(run / "metrics.jsonl")
     losses = [line["loss"] for line in metrics if "loss" in line]
     taus = [line["eval_tau"] for line in metrics if "eval_tau" in line]
-    # A draft that was continued kept its own shape, whatever the settings say of one.
+    # A continued draft kept its own shape, whatever the settings say.
     shape = asdict(read_draft_config(checkpoint / "draft"))
     return Stage(
         settings=_public_settings(config, shape),
@@ -140,7 +131,7 @@ def _stage(run: Path) -> Stage:
 
 
 def _public_settings(config: RunSettings, shape: dict[str, Any]) -> RunSettings:
-    """The settings without the folders of the machine, and with the draft's real shape."""
+    """The settings without this machine's folders, and with the draft's real shape."""
     kept: dict[str, Any] = {name: value for name, value in config.items() if name not in _PRIVATE}
     folders, start = config["data"]["train"], config["draft"]["path"]
     kept["data"] = config["data"] | {"train": [Path(folder).name for folder in folders]}
@@ -182,7 +173,7 @@ def model_card(stages: list[Stage], draft: DraftRecord) -> str:
         shares = ", ".join(f"{share:.3f}" for share in chain)
         lines += [f"Share of rounds with the token at depth 1, 2, ... accepted, held out: {shares}.", ""]
     lines += ["## Data", "", "| source | licence | documents | tokens |", "|---|---|---|---|"]
-    # Stages may share a dataset, which counts once.
+    # A dataset that several stages use counts once.
     for source in merged(dict.fromkeys(source for stage in stages for source in stage.sources)):
         documents, tokens = f"{source.num_documents:,}", f"{source.num_tokens:,}"
         lines.append(f"| {source.name} | {source.licence} | {documents} | {tokens} |")

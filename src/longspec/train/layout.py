@@ -1,9 +1,9 @@
-"""Where the tokens of a training batch stand and what each of them may see.
+"""The positions of the tokens in a training batch, and what each of them may see.
 
-Drafting lags behind the target: a query at depth d sees nothing of the target's last d tokens. Each sample
-draws a lag, or a few. Short samples teach long contexts: each draws an offset that moves all but a document's
-first tokens far away. Both draws are pure functions of the seed and the sample's number, so that any
-number of processes draws the same.
+The draft lags behind the target: a query at depth d does not see the target's last d tokens. So each sample
+draws one or more lags. Short samples teach long contexts: each draws an offset, which moves all but the first
+tokens of a document far away. Both draws depend only on the seed and the sample's number, so any number of
+processes draws the same.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from longspec.data.collate import Batch
 
 @dataclass(frozen=True)
 class Draws:
-    """What is left to chance, and within which limits."""
+    """The limits of what each sample draws at random."""
 
     max_lag: int
     window: int
-    """The draft's: an offset below it is taken as none, for then sinks and text would half see each other."""
+    """Of the draft. A smaller offset becomes 0: some tokens would still have the sinks in their window."""
     num_sinks: int = 4
-    """Tokens at the head of a document that keep positions 0, 1, ... when the rest is moved."""
+    """How many first tokens of a document keep positions 0, 1, ... when the rest is moved."""
     max_offset: int = 0
-    """The largest offset; 0 leaves every position as it is."""
+    """The largest offset; 0 moves nothing."""
     num_lags: int = 1
-    """Of each sample, spread evenly over the range."""
+    """Lags per sample, spread evenly over the range."""
     lag_decay: float = 1.0
-    """How often a lag is drawn, as a share of how often the one below it is."""
+    """How often a lag is drawn, relative to the lag below it."""
 
     def lags_and_offset(self, seed: int, sample: int) -> tuple[tuple[int, ...], int]:
-        """Those of one sample, by its number in the run."""
+        """The draws of one sample, by its number in the run."""
         chance = np.random.default_rng((seed, sample))
         first = int(chance.integers(0, self.max_lag))
         if self.lag_decay < 1:
@@ -51,33 +51,33 @@ class Draws:
 
 @dataclass(frozen=True)
 class Layout:
-    """A batch with its places, on the device of the model. Flat places count through the rows, B * T."""
+    """A batch with its positions, on the device of the model. A flat index counts through all rows, B * T."""
 
     tokens: Tensor
     """[B, T]"""
     positions: Tensor
-    """[B, T], what rope sees."""
+    """[B, T], for rope."""
     max_position: int
     documents: Pieces
-    """Within which the target attends."""
+    """The target attends within these pieces."""
     own: Pieces
-    """Within which the draft attends to itself: sinks that were left behind are out of its window."""
+    """The draft attends to itself within these; sinks of a moved document are out of its window."""
     lagged: Pieces
-    """Within which a query attends to the target's KV shifted by the lag."""
+    """The draft attends to the target's KV, shifted by the lag, within these."""
     source: Tensor
-    """[B, T]: the place in the row of the newest target token that a query sees."""
+    """[B, T]: the index in the row of the newest target token that a query sees."""
     sees: Tensor
     """[B, T] bool: whether there is such a token in the query's document."""
     queries: Tensor
-    """[M]: the flat places of the queries that count."""
+    """[M]: the flat indices of the queries that count."""
     labels: Tensor
-    """[M]: the tokens they should predict, as rows of the head that the draft uses."""
+    """[M]: the tokens that they should predict, as rows of the draft's head."""
     lags: Tensor
-    """[B]: how far each row's queries lag behind the target."""
+    """[B]: the lag of each row."""
 
 
 def head_rows(vocab_ids: Tensor | None, vocab_size: int) -> NDArray[np.int64]:
-    """For each token of the vocabulary its row of the draft's head, -1 where it has none."""
+    """The row of the draft's head for each token of the vocabulary; -1 if it has none."""
     if vocab_ids is None:
         return np.arange(vocab_size)
     rows = np.full(vocab_size, -1)
@@ -93,7 +93,7 @@ def lay_out(
     rows: NDArray[np.int64],
     device: torch.device,
 ) -> Layout:
-    """Place a batch whose rows drew these lags and offsets; `rows` are those of `head_rows`."""
+    """Lay out a batch whose rows drew these lags and offsets; `rows` come from `head_rows`."""
     starts, learn = batch.starts.numpy(), batch.learn.numpy()
     B, T = starts.shape
     place = np.arange(T)
@@ -102,9 +102,8 @@ def lay_out(
     offset = np.asarray(offsets)[:, None]
     positions = since + np.where(since >= num_sinks, offset, 0)
     sees = since >= lag
-    # The query before a token predicts it. It is left out where decoding could never ask it: with
-    # fewer tokens of its document before it than it lags behind.
-    # Tokens that the draft cannot propose are left out too.
+    # The query before a token predicts it. Leave out queries that decoding can never make, because fewer
+    # tokens of their document come before them than their lag, and tokens that the draft cannot propose.
     labels = rows[batch.tokens.numpy()]
     counts = np.zeros((B, T), bool)
     counts[:, :-1] = learn[:, 1:] & sees[:, :-1] & (starts[:, 1:] == starts[:, :-1]) & (labels[:, 1:] >= 0)

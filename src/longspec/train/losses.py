@@ -1,7 +1,7 @@
-"""The loss over a large frozen head, chunk by chunk: the scores of all tokens never exist at once.
+"""The loss over a large frozen head, chunk by chunk, so that the scores of all tokens never exist at once.
 
-The head is frozen, so the gradient of the hidden states is all that is asked for, and it is known as soon
-as a chunk's scores are: it is computed on the way forward, and nothing of a chunk is kept.
+The head is frozen, so only the gradient by the hidden states is needed. It is known as soon as the scores of
+a chunk are. So it is computed in the forward pass, and nothing of a chunk is kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Scores held at a time, in bytes of fp32: small enough for a laptop, large enough for a GPU to be busy.
+# The bytes of fp32 scores at a time: small enough for a laptop, large enough to keep a GPU busy.
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}
 
 
@@ -24,7 +24,7 @@ Chunk = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, T
 def one_chunk(
     hidden: Tensor, head: Tensor, labels: Tensor, teacher: Tensor | None, soft: float
 ) -> tuple[Tensor, Tensor]:
-    """The loss of some queries, and its gradient by their scores [m, V']."""
+    """The loss of some queries, and the gradient by their scores [m, V']."""
     log_q = F.log_softmax(score(hidden, head), -1)
     label_log_q = log_q.gather(1, labels[:, None])
     loss = -(1 - soft) * label_log_q.sum()
@@ -48,9 +48,9 @@ def head_loss(
 ) -> Tensor:
     """The sum over M queries of (1 - soft) * cross-entropy + soft * KL divergence, fp32.
 
-    hidden [M, E] is the draft's, head [V', E] the rows of the target's head that it uses, labels [M] number
-    those rows. teacher [M, E] holds the target's hidden states at the queries: its scores over the same
-    rows are the soft targets. Gradients flow to `hidden` alone. `chunk` is `one_chunk`, or compiled.
+    hidden [M, E] are the draft's hidden states, head [V', E] is its part of the target's head, and labels [M]
+    are rows of it. teacher [M, E] are the target's hidden states at the queries; their scores over the same
+    rows are the soft targets. Only `hidden` gets a gradient. `chunk` is `one_chunk`, plain or compiled.
     """
     if soft and teacher is None:
         raise ValueError("soft targets need the target's hidden states")
@@ -76,7 +76,7 @@ def score(hidden: Tensor, head: Tensor) -> Tensor:
 
 
 def chunk_rows(num_scores: int, device: torch.device) -> int:
-    """How many queries' scores are computed at a time."""
+    """For how many queries scores are computed at a time."""
     return max(64, _CHUNK_BYTES.get(device.type, 2**26) // (4 * num_scores))
 
 

@@ -1,7 +1,7 @@
-"""What the draft learns: the next token, seeing of the target what it will see when it drafts.
+"""What the draft learns: to predict the next token from what it will see of the target when it drafts.
 
-The frozen target reads the batch once, without gradients; its keys and values of the cross layers and its
-final hidden states, shifted by each row's lag, are what the draft is given.
+The frozen target reads the batch once, without gradients. The draft gets the target's keys and values of the
+cross layers and its final hidden states, shifted by the lag of each row.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from longspec.train.layout import Layout
 from longspec.train.losses import Chunk, head_loss, one_chunk, score
 
 Gather = Callable[[list[Tensor]], AbstractContextManager[None]]
-"""Makes weights whole that are spread over processes, for as long as the context lasts."""
+"""A context in which weights that are sharded over processes are complete."""
 Read = tuple[Tensor, list[tuple[Tensor, Tensor]]]
 """The target's hidden states [B, T, E] and the keys and values [B, T, K, D] of the cross layers."""
-# Queries of a batch whose best tokens are compared with the target's, for the progress line.
+# For the progress line, this many queries of a batch are compared with the target.
 _PROBES = 256
 
 
 @dataclass
 class TargetPass:
-    """A training pass of the target: every document by itself; the keys and values asked for are kept."""
+    """A training pass of the target: each document attends to itself; KV of the layers in `keep` is kept."""
 
     rope: Rope
     documents: Pieces
     keep: tuple[int, ...]
     whole: Callable[[Tensor], Tensor] = lambda heads: heads
-    """Joins the KV heads of all processes where each holds some."""
+    """Joins the KV heads of all processes, if each has only some."""
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     ops: Ops = PLAIN
 
@@ -57,7 +57,7 @@ class LaggedPass:
     layout: Layout
     rope: Rope
     shifted: list[tuple[Tensor, Tensor]]
-    """Keys and values [B, T, K, D] of each cross layer; a query's own place holds what it sees last."""
+    """Keys and values [B, T, K, D] of each cross layer; index t holds the last entry that query t sees."""
     ops: Ops = PLAIN
 
     def attend_self(self, qkv: Tensor) -> Tensor:
@@ -76,26 +76,26 @@ class LaggedPass:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one batch gave."""
+    """The results of one batch."""
 
     loss: Tensor
-    """Summed over the queries that count; it carries the gradient."""
+    """Summed over the queries that count; it has the gradient."""
     probes: Tensor
-    """[R, 3] fp32: of some queries, whether the draft's best token is the target's, the target's own
+    """[R, 3] fp32, for some queries: whether the draft's best token is the target's, the target's own
     cross-entropy, and the row."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Loss of a draft on laid-out batches."""
+    """The loss of a draft on laid-out batches."""
 
     target: Transformer
     draft: GlideDraft
-    """Which weights there are; to be called through `run_draft`."""
+    """The weights; `run_draft` runs it."""
     soft: float = 0.0
-    """Share of the KL divergence from the target in the loss; the rest is cross-entropy with the text."""
+    """The share of the KL divergence from the target in the loss; the rest is cross-entropy with the text."""
     run_target: Callable[..., Tensor] | None = None
-    """The target, where something wraps it."""
+    """The target, if something wraps it."""
     run_draft: Callable[..., Tensor] | None = None
     gather: Gather = lambda weights: nullcontext()
     whole: Callable[[Tensor], Tensor] = lambda heads: heads
@@ -124,7 +124,7 @@ class Objective:
         return (self.run_draft or self.draft)(x, feature, layout.lags, run)
 
     def __call__(self, layout: Layout, read: Read | None = None) -> Outcome:
-        """The loss of one batch, which the target may have `read` already, for another lag."""
+        """The loss of one batch. `read` saves the target's pass, if another lag has done it already."""
         hidden, kv = read or self.read(layout)
         with self.gather([self.target.embedding, self.target.head.weight]):
             drafted = self.draft_hidden(layout, hidden, kv).flatten(0, 1)[layout.queries]
@@ -133,18 +133,17 @@ class Objective:
             return Outcome(loss, self._probe(layout, drafted, teacher))
 
     def _rope(self, layout: Layout) -> Rope:
-        # Not by calling the module: ZeRO-3 would take it for a step of the target's own pass that is out of
-        # order, and drop the weights that are gathered.
+        # Do not call the module: ZeRO-3 would take the call for a step of the target's pass out of order, and
+        # drop the gathered weights.
         return self.target.rope.forward(layout.positions)
 
     def head(self) -> Tensor:
-        """The rows of the target's head that the draft uses."""
+        """The draft's part of the target's head."""
         ids, weight = self.draft.vocab_ids, self.target.head.weight
         return weight if ids is None else weight[ids]
 
     @torch.no_grad()
     def _probe(self, layout: Layout, drafted: Tensor, teacher: Tensor) -> Tensor:
-        """`Outcome.probes` of a batch."""
         count = len(layout.labels)
         some = torch.linspace(0, max(count - 1, 0), min(count, _PROBES), device=drafted.device).long()
         ids, labels = self.draft.vocab_ids, layout.labels[some]

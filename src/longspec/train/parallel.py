@@ -1,7 +1,7 @@
-"""Tensor parallelism for a target that one device cannot hold: each process has some of its heads.
+"""Tensor parallelism for a target that does not fit on one device: each process has some of its heads.
 
-The plan is torch's own (DTensor): the matrices into attention and feed-forward are split by rows, those out
-of them by columns. The draft is small and whole in every process.
+It uses torch's DTensor: the matrices into attention and feed-forward are split by rows, those out of them by
+columns. The draft is small, so every process has all of it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from longspec.models.target import Transformer
 
 
 def check_tp(config: ModelConfig, tp_size: int, world_size: int, zero_stage: int) -> None:
-    """Refuse what cannot be split."""
+    """Refuse settings with which the target cannot be split."""
     if tp_size < 1 or world_size % tp_size:
         raise UserError(f"tp_size {tp_size} does not divide the {world_size} processes")
     if tp_size == 1:
         return
     if zero_stage == 3:
         raise UserError(
-            f"tp_size {tp_size} does not go with ZeRO-3, which splits the target's weights its own way: "
+            f"tp_size {tp_size} does not work with ZeRO-3, which splits the target's weights in another way: "
             "use deepspeed=zero1 with tp_size, or tp_size 1 with deepspeed=zero3"
         )
     for name in ("num_heads", "num_kv_heads", "intermediate_size"):
@@ -35,7 +35,7 @@ def check_tp(config: ModelConfig, tp_size: int, world_size: int, zero_stage: int
 
 
 def split_target(target: Transformer, tp_size: int, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Leave this process its share of the target's heads; returns what joins KV heads [B, T, K, D] again."""
+    """Keep this process's share of the target's heads; returns what joins KV heads [B, T, K, D] again."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -67,7 +67,7 @@ def split_target(target: Transformer, tp_size: int, device: torch.device) -> Cal
 
 
 def _group_rows(block: Block, tp_size: int) -> None:
-    """Order joined matrices so that equal pieces of rows hold one process's queries, keys and values."""
+    """Order the rows of joined matrices so that each process's queries, keys and values are one part."""
     attention = block.attention
     sizes = [attention.num_heads * attention.head_dim] + 2 * [attention.num_kv_heads * attention.head_dim]
     _reorder(attention.qkv, sizes, tp_size)

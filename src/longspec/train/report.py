@@ -1,8 +1,9 @@
-"""The figures of a run: a progress bar, metrics.jsonl, and TensorBoard and wandb on request."""
+"""Where the figures of a run go: a progress bar, metrics.jsonl, TensorBoard, wandb, and a picture."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 from longspec.errors import UserError
 from longspec.models.files import write_whole
 from longspec.progress import rich_bar
+from longspec.train.checkpoints import stage_runs
 from longspec.train.schema import LoggerSettings
 
 Values = dict[str, Any]
@@ -20,7 +22,7 @@ _FIGURES = ("step", "loss", "target_loss", "eval_tau")
 
 
 class Logger(Protocol):
-    """Somewhere to write figures."""
+    """Writes figures somewhere."""
 
     def log(self, step: int, values: Values) -> None: ...
 
@@ -40,7 +42,7 @@ class MetricsFile:
             self._file.write(json.dumps({"step": step} | values) + "\n")
             self._file.flush()
         except OSError as error:
-            error.filename = self._file.name  # a write that fails does not name its file
+            error.filename = self._file.name  # a failed write does not name its file
             raise
 
     def close(self) -> None:
@@ -67,7 +69,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights and Biases; offline it asks for no login and writes to RUN/wandb."""
+    """Weights and Biases; offline it needs no login and writes to RUN/wandb."""
 
     def __init__(self, run: Path, settings: LoggerSettings, config: Values) -> None:
         try:
@@ -102,13 +104,13 @@ def make_loggers(run: Path, settings: LoggerSettings, config: Values, first_step
 
 
 def read_metrics(path: Path) -> list[Values]:
-    """The lines of a run's metrics, without a last line that a kill cut short."""
+    """The lines of a run's metrics, without a last line that is incomplete after a kill."""
     if not path.is_file():
         return []
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, RecursionError):  # only the last line can be incomplete
-            values = json.loads(line)  # not by `records`, because the loss of a failed run is NaN
+            values = json.loads(line)  # not with `records`, because the loss of a failed run is NaN
             if isinstance(values, dict) and all(_is_number(values.get(name, 0)) for name in _FIGURES):
                 lines += [values] if "step" in values else []
     return lines
@@ -119,7 +121,7 @@ def _is_number(value: Any) -> bool:
 
 
 def flat(values: Values) -> dict[str, float]:
-    """Figures by names such as acceptance/lag_2."""
+    """The figures with flat names, such as acceptance/lag_2."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -133,7 +135,7 @@ def flat(values: Values) -> dict[str, float]:
 
 @contextlib.contextmanager
 def training_bar(label: str, total: int, done: int, show: bool) -> Iterator[Any]:
-    """A bar over the steps; yields `update(step, values)`. Without a terminal a line now and then."""
+    """A progress bar over the steps; yields `update(step, values)`. Without a terminal it prints lines."""
     if not show:
         yield lambda step, values: None
         return
@@ -156,3 +158,46 @@ def summary(values: Values) -> str:
     if "eval_tau" in values:
         parts.append(f"tau {values['eval_tau']:.2f}")
     return ", ".join(parts)
+
+
+def plot(run: Path, output: Path | None = None) -> Path:
+    """Draw all stages of a run so far, one after the other; returns the path of the picture."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError(f"plotting needs: pip install 'longspec[train]' ({error})") from error
+    runs = [(folder, read_metrics(folder / METRICS)) for folder in stage_runs(run)]
+    if not any(lines for _, lines in runs):
+        raise UserError(f"{run} has no {METRICS} with figures: is it the folder of a run?")
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    loss, acceptance = figure.subplots(1, 2)
+    offset = 0
+    for index, (folder, lines) in enumerate(runs):
+        name = folder.name if len(runs) > 1 else ""
+        with_loss = [line for line in lines if {"loss", "target_loss"} <= line.keys()]
+        _draw_loss(loss, with_loss, offset, index, name)
+        _draw_tau(acceptance, [line for line in lines if "eval_tau" in line], offset, index, name)
+        offset += max((line["step"] for line in lines), default=0)
+    loss.set(xlabel="step", ylabel="loss")
+    acceptance.set(xlabel="step", ylabel="tau of a greedy chain, held out")
+    for axes in (loss, acceptance):
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+    path = output or run / "plot.png"
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120)
+    write_whole(path, picture.getvalue())
+    return path
+
+
+def _draw_loss(axes: Any, lines: list[dict[str, Any]], offset: int, index: int, name: str) -> None:
+    steps = [offset + line["step"] for line in lines]
+    axes.plot(steps, [line["loss"] for line in lines], color=f"C{index}", label=f"{name} draft".strip())
+    own = [line["target_loss"] for line in lines]
+    axes.plot(steps, own, color=f"C{index}", alpha=0.4, linestyle="--", label=f"{name} target".strip())
+
+
+def _draw_tau(axes: Any, lines: list[dict[str, Any]], offset: int, index: int, name: str) -> None:
+    steps = [offset + line["step"] for line in lines]
+    axes.plot(steps, [line["eval_tau"] for line in lines], color=f"C{index}", marker="o", label=name or None)

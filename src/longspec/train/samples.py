@@ -1,4 +1,4 @@
-"""Which sequences a step sees: known from the step alone, whatever the number of processes."""
+"""Which sequences a step sees. This depends only on the step, not on the number of processes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from longspec.errors import UserError, shown
 
 
 class Mixture:
-    """Several datasets as one. Of a dataset with shorter sequences, several in a row make one of the wanted
-    length; its documents stay apart. A dataset that is named twice is seen twice as often."""
+    """Several datasets as one. Shorter sequences of a dataset are joined to the wanted length, but documents
+    still do not see each other. A dataset that is named twice is seen twice as often."""
 
     def __init__(self, folders: Sequence[str], seq_length: int) -> None:
         if not folders:
@@ -30,8 +30,8 @@ class Mixture:
             joined, rest = divmod(seq_length, dataset.info.seq_length)
             if rest or not joined:
                 raise UserError(
-                    f"the dataset {dataset.folder} has sequences of {dataset.info.seq_length} tokens, which "
-                    f"do not make one of {seq_length} (stage.seq_length)"
+                    f"the dataset {dataset.folder} has sequences of {dataset.info.seq_length} tokens, and "
+                    f"stage.seq_length {seq_length} is not a multiple of that"
                 )
             if len(dataset) < joined:
                 raise UserError(
@@ -52,22 +52,22 @@ class Mixture:
         return _join([self.datasets[which][place * joined + part] for part in range(joined)])
 
     def check(self, vocab_size: int, tokenizer: str | None, target_name: str) -> None:
-        """Refuse tokens that another tokenizer made."""
+        """Refuse datasets that another tokenizer made."""
         for dataset in self.datasets:
             dataset.check(vocab_size, tokenizer, target_name)
 
     def frequent(self, count: int, always: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
-        """The `count` most frequent tokens, those in `always` before all others."""
+        """The `count` most frequent tokens; those in `always` come first."""
         counts = np.zeros(vocab_size, np.int64)
         for dataset in self.datasets:
             counts[: len(dataset.counts)] += dataset.counts
         counts[list(always)] = counts.sum() + 1
-        # A stable sort: of equally frequent tokens the lower ids.
+        # Stable: of equally frequent tokens the lower id comes first.
         return np.argsort(-counts, kind="stable")[:count]
 
 
 def _join(parts: Sequence[Packed]) -> Packed:
-    """Sequences of equal length, one behind the other."""
+    """Join sequences of equal length."""
     if len(parts) == 1:
         return parts[0]
     length = len(parts[0].tokens)
@@ -80,13 +80,13 @@ def _join(parts: Sequence[Packed]) -> Packed:
 
 @dataclass(frozen=True)
 class Order:
-    """Samples are numbered through the whole run; each epoch has an order of its own."""
+    """Samples are numbered through the whole run; each epoch has its own order."""
 
     num_sequences: int
     seed: int
 
     def index(self, sample: int) -> int:
-        """The sequence that a sample is."""
+        """The index of the sequence of a sample."""
         epoch, place = divmod(sample, self.num_sequences)
         return int(_permutation(self.num_sequences, self.seed, epoch)[place])
 

@@ -1,4 +1,4 @@
-"""The settings of a training run, typed: Hydra refuses unknown names and wrong values by these classes."""
+"""The typed settings of a training run. With these classes Hydra refuses unknown names and wrong types."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class TargetSettings:
     dtype: str = "auto"
     device: str = "auto"
     tp_size: int = 1
-    """Over how many processes the target's heads are split."""
+    """The number of processes over which the target's heads are split."""
 
 
 @dataclass
 class DraftSettings:
-    """The draft: `path` continues one (a run, a draft folder, a .pth), else a fresh one is made so."""
+    """`path` continues a draft (a run, a draft folder, a .pth); without it, a new one gets this shape."""
 
     path: str | None = None
     window: int = 512
@@ -38,12 +38,12 @@ class DraftSettings:
     intermediate_size: int = 0
     """The width of its feed-forward; 0 is the target's."""
     lag_gate: bool = False
-    """Whether it is told how far it lags; by that, what the hidden state adds is scaled and shifted."""
+    """Whether what the hidden state adds is scaled and shifted by vectors for each lag."""
 
 
 @dataclass
 class StageSettings:
-    """What is learnt, from how much, how fast."""
+    """What is learnt, from how many tokens, and how fast."""
 
     name: str = MISSING
     seq_length: int = MISSING
@@ -51,33 +51,33 @@ class StageSettings:
     """base, long or cot."""
     mask_prompt: bool = False
     num_steps: int | None = None
-    """Optimizer steps; without it `epochs` decides."""
+    """Optimizer steps; without it, `epochs` decides."""
     epochs: float = 1.0
     micro_batch: int = 1
-    """Sequences of one process at a time."""
+    """Sequences per process at a time."""
     accumulation: int = 1
-    """Micro-batches of a step."""
+    """Micro-batches per step."""
     lags: int = 1
-    """From so many lags the draft learns each sequence that the target reads: the target reads it once."""
+    """The draft learns each sequence with this many lags, for one pass of the target."""
     lag_decay: float = 1.0
-    """How often a lag is drawn, as a share of how often the one below it is. A token that is wrong ends its
-    branch, so the first ones matter most."""
+    """How often a lag is drawn, relative to the lag below it. Low lags matter most, because a wrong token
+    ends its branch."""
     lr: float = MISSING
     warmup: float = 0.02
-    """Share of the steps in which the learning rate rises."""
+    """The share of the steps in which the learning rate rises."""
     final_lr: float = 0.1
-    """Where its cosine ends, as a share of `lr`."""
+    """The end of the learning rate's cosine, as a share of `lr`."""
     optimizer: str = "adamw"
-    """adamw, or muon, by which matrices learn from fewer tokens; `lr` is Adam's in both cases."""
+    """adamw, or muon, with which matrices learn from fewer tokens; `lr` is Adam's in both cases."""
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0
     soft: float = 0.0
-    """Share of the KL divergence from the target in the loss; the rest is cross-entropy."""
+    """The share of the KL divergence from the target in the loss; the rest is cross-entropy."""
     num_sinks: int = 4
     max_offset: int = 0
-    """Largest anchor offset; 0 is none, -1 as far as the target's context goes."""
+    """The largest anchor offset; 0 is none, -1 is as far as the target's context allows."""
 
 
 @dataclass
@@ -85,18 +85,18 @@ class DataSettings:
     """Datasets made by `longspec data`."""
 
     train: list[str] = MISSING
-    """Folders of the stage's sequence length, or of shorter ones that it is a multiple of."""
+    """Folders. The stage's sequence length must be a multiple of theirs."""
     num_held_out: int = 16
-    """Sequences of the last folder kept from training; acceptance is measured on what the target says to
+    """Sequences of the last folder that are not trained on. Acceptance is measured on the target's answers to
     their beginnings."""
 
 
 @dataclass
 class EvaluationSettings:
-    """Acceptance as decoding will see it, on continuations that the target wrote greedily."""
+    """Acceptance as in decoding, on continuations that the target wrote greedily."""
 
     every: int = 200
-    """Steps; 0 is never."""
+    """In steps; 0 is never."""
     prompt_tokens: int = 128
     new_tokens: int = 64
     gamma: int = 4
@@ -110,12 +110,12 @@ class SavingSettings:
     keep: int = 3
     log_steps: int = 10
     max_seconds: float = 0.0
-    """After so many, save and stop; resume=latest goes on. 0 is no limit."""
+    """After this time, save and stop; resume=latest continues. 0 is no limit."""
 
 
 @dataclass
 class LoggerSettings:
-    """Besides metrics.jsonl, which is always written."""
+    """Where figures go besides metrics.jsonl."""
 
     tensorboard: bool = False
     wandb: str = "disabled"
@@ -125,21 +125,21 @@ class LoggerSettings:
 
 @dataclass
 class DeepSpeedSettings:
-    """Handed to DeepSpeed as it is; batch sizes, optimizer and precision are filled in."""
+    """Passed to DeepSpeed, with batch sizes, optimizer and precision filled in."""
 
     config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class TrainSettings:
-    """Everything."""
+    """All settings of a run."""
 
     name: str = "run"
     run: str = "outputs/${name}"
-    """The folder that the run writes."""
+    """The folder of the run."""
     seed: int = 0
     resume: str | None = None
-    """latest: go on from the newest whole checkpoint, or start where there is none."""
+    """latest: continue from the newest complete checkpoint, or start if there is none."""
     compile: bool = False
     """Let torch.compile fuse the target's and the draft's layers (GPU)."""
     target: TargetSettings = field(default_factory=TargetSettings)
@@ -151,7 +151,7 @@ class TrainSettings:
     logger: LoggerSettings = field(default_factory=LoggerSettings)
     deepspeed: DeepSpeedSettings = field(default_factory=DeepSpeedSettings)
     stages: dict[str, list[str]] = field(default_factory=dict)
-    """What `stage=all` runs in a row: a name for each stage and the overrides that make it."""
+    """What `stage=all` runs, one after the other: the name of each stage and its overrides."""
 
 
 _MORE = with_config(ConfigDict(extra="allow"))
@@ -182,7 +182,7 @@ class _Data(TypedDict):
 
 @_MORE
 class RunSettings(TypedDict):
-    """Of the settings that a run wrote down, what others read; the rest is only compared."""
+    """The settings in a run's config.yaml that other code reads; the others are only compared."""
 
     target: _Target
     draft: _Draft

@@ -77,7 +77,7 @@ def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
     if not (run / CONFIG).is_file():
         return
     if settings.resume is None:
-        raise UserError(f"{run} holds a run already: go on with resume=latest, or give another run=FOLDER")
+        raise UserError(f"{run} already has a run: continue with resume=latest, or give another run=FOLDER")
     before: Any = read_settings(run)
     now: Any = OmegaConf.to_container(config, resolve=True)
     fixed = [name for name in now if name not in _FREE]
@@ -85,7 +85,7 @@ def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
 
 
 def read_settings(run: Path) -> RunSettings:
-    """The settings that a run was begun with."""
+    """The settings that a run started with."""
     found = read_yaml(run / CONFIG, RunSettings)
     if len(found) != 1:
         raise UserError(f"cannot read {run / CONFIG}: it has {len(found)} documents; one is needed")

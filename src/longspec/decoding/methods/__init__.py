@@ -7,7 +7,7 @@ from longspec.decoding.methods.registry import register
 from longspec.decoding.methods.seq import Seq
 from longspec.decoding.methods.tree import Tree
 from longspec.decoding.methods.vanilla import VANILLA, Vanilla
-from longspec.decoding.option import Option, option
+from longspec.option import Option, option
 
 __all__ = [
     "MOST_NODES",

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from longspec.decoding.option import Option, option, options_of
 from longspec.errors import UserError
+from longspec.option import Option, option, options_of
 
 if TYPE_CHECKING:
     from longspec.config import DraftConfig

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from longspec.decoding.methods.base import Chain
 from longspec.decoding.methods.registry import register
-from longspec.decoding.option import option
+from longspec.option import option
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from longspec.decoding.expected import chain_gain, chain_rates
 from longspec.decoding.methods.base import Chain
 from longspec.decoding.methods.registry import register
-from longspec.decoding.option import option
+from longspec.option import option
 
 if TYPE_CHECKING:
     from torch import Tensor

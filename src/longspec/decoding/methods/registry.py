@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from longspec.decoding.methods.base import Auto, Method, MethodChoice
-from longspec.decoding.option import Option
-from longspec.errors import UserError
+from longspec.errors import UserError, entry
+from longspec.option import Option
 
 _METHODS: dict[str, type[Method]] = {}
 
@@ -43,11 +43,7 @@ def choices() -> Mapping[str, type[MethodChoice]]:
 
 
 def find(name: str) -> type[MethodChoice]:
-    """The choice of this name."""
-    found = choices()
-    if not isinstance(name, str) or name not in found:
-        raise UserError(f"method {name!r} is unknown; there are: {', '.join(found)}")
-    return found[name]
+    return entry("method", name, choices())
 
 
 def all_options() -> dict[str, tuple[Option, list[str]]]:

@@ -10,7 +10,7 @@ from longspec.decoding.expected import chain_gain, chain_rates
 from longspec.decoding.methods.base import Chain
 from longspec.decoding.methods.drafted import Drafted
 from longspec.decoding.methods.registry import register
-from longspec.decoding.option import option
+from longspec.option import option
 
 if TYPE_CHECKING:
     from longspec.config import DraftConfig

@@ -13,8 +13,8 @@ from longspec.decoding.expected import chain_gain, chain_rates, conditional
 from longspec.decoding.methods.base import MOST_NODES
 from longspec.decoding.methods.drafted import Drafted
 from longspec.decoding.methods.registry import register
-from longspec.decoding.option import option
 from longspec.errors import UserError
+from longspec.option import option
 
 if TYPE_CHECKING:
     from longspec.config import DraftConfig

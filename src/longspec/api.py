@@ -39,6 +39,7 @@ from longspec.models.placement import (
     pick_dtype,
 )
 from longspec.models.target import Transformer
+from longspec.models.weights import Precision, pick_precision
 from longspec.options import Options, Settings, read_options, room_for, seeds_for
 from longspec.progress import byte_bar
 from longspec.prompts import Prompt, PromptEncoder, split_batch
@@ -119,6 +120,7 @@ class LongSpec:
         calibrate: bool = True,
         attention: str = "auto",
         draft_dtype: str = "auto",
+        weights: str = "auto",
         max_rows: int | None = None,
         kv_memory: int | None = None,
         exact: bool = False,
@@ -135,26 +137,31 @@ class LongSpec:
         the device where they are left out. Method "auto" wants this machine measured, which is done here,
         once, unless `calibrate` is off. attention names a backend: "triton", which "auto" is on a GPU,
         replays whole rounds as CUDA graphs. draft_dtype "int8" rounds the draft's weights, which "auto" does
-        on a CPU; "target" leaves them in the target's type. With `exact`, for half precision on a GPU, all
-        methods say the same words there too, whatever runs beside; rounds take a little longer.
+        on a CPU; "target" leaves them in the target's type. weights "float16", "bfloat16", "int8" and "int4"
+        round the target's weights, on a CPU: it decodes faster and says slightly other things than the file's
+        weights do, and every method says the same as vanilla over them. "auto" leaves them as they are. With
+        `exact`, for half precision on a GPU, all methods say the same words there too, whatever runs beside;
+        rounds take a little longer.
         """
         backend = choose_backend(attention)
         check_draft_dtype(draft_dtype)  # told before a long load
         target, place = name_of("target", target), pick_device(device)
-        kind = pick_dtype(dtype, place)
+        precision = pick_precision(weights, pick_dtype(dtype, place), place)
+        if precision.rounding is not None and attention not in ("auto", "torch"):
+            raise UserError(f"attention {attention!r} does not go with rounded weights; use auto or torch")
         find = partial(hub.resolve, target, revision=revision, offline=offline, progress=progress)
         # The config alone comes first: what cannot fit is refused before its weights are fetched.
         shape = find(config_only=True)
         entry, config = shape.entry, read_config(shape.folder, shape.config)
         limit = _pick_max_length(max_length, entry.context if entry else config.max_length)
         wanted = name_of("draft", draft) if draft else hub.default_draft(entry)
-        check_fits(target, config, kind, place)
+        check_fits(target, config, precision, place)
         files = find()
         folder = files.folder
         defaults, told = _read_defaults(folder), eos_ids(folder)
         encoder = PromptEncoder(folder, entry.chat_template if entry else None)
         ends = told | {encoder.tokenizer.eos_token_id, entry.eos_id if entry else None}
-        model = _load_model(target, folder, config, place, kind, progress)
+        model = _load_model(target, folder, config, place, precision, progress)
         model.attention = backend
         drafting: tuple[GlideDraft | None, DraftHead | None] = (None, None)
         acceptance: dict[str, Any] = {}
@@ -270,6 +277,7 @@ class LongSpec:
             draft=self.draft_name if method.uses_draft else None,
             device=str(self.target.device),
             dtype=str(self.target.dtype).removeprefix("torch."),
+            weights=self.target.weights,
         )
 
 
@@ -340,17 +348,18 @@ def name_of(what: str, given: Any) -> str:
 
 
 def _load_model(
-    name: str, folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: bool
+    name: str, folder: Path, config: ModelConfig, device: torch.device, precision: Precision, progress: bool
 ) -> Transformer:
     """The target, from the files that are there."""
-    num_bytes = config.num_parameters * dtype.itemsize
-    what = f"the {gigabytes(num_bytes)} of {name} in {str(dtype).removeprefix('torch.')} on {device}"
+    num_bytes = config.num_parameters * precision.dtype.itemsize
+    needed = precision.weight_bytes(config, device)
+    what = f"the {gigabytes(needed)} of {name} in {precision.weights} on {device}"
     with (
         memory_explained(what, _SMALLER),
         WeightFiles(folder) as weights,
         byte_bar(f"Loading {name}", num_bytes, progress) as advance,
     ):
-        return load_target(config, weights.tensor, device, dtype, advance)
+        return load_target(config, weights.tensor, device, precision, advance)
 
 
 def prepare_draft(

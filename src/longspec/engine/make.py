@@ -33,7 +33,7 @@ def make_engine(
 
     If `exact`, what a sequence says does not depend on who is computed beside it, down to the last bit.
     """
-    config, dtype, device = target.config, target.dtype, target.device
+    config, dtype, device = target.config, target.kv_dtype, target.device
     with torch.inference_mode():
         fused = target.can_fuse
     if exact and not fused:

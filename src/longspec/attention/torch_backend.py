@@ -24,8 +24,8 @@ class TorchAttention:
     """FlashAttention if torch has it for the dtype and device.
 
     On a GPU the query heads that share a KV head become rows of one attention problem, so keys are never
-    repeated. Each row is computed alone with its own length. So there is no padding, and a row's result cannot
-    depend on its neighbours.
+    repeated. Each row is computed alone with its own length. So there is no padding, and a row's result
+    cannot depend on its neighbours.
     """
 
     def can_fuse(self, x: Tensor, head_dim: int) -> bool:

@@ -29,8 +29,8 @@ def load_target(
     """Build a frozen target from the tensors that `read` gives, ready for inference.
 
     On a CPU, the matrices of each layer are packed or rounded as soon as they are read (`packed`), so that
-    peak memory stays near the size of the model. Training needs plain matrices, because gradients pass through
-    the head.
+    peak memory stays near the size of the model. Training needs plain matrices, because gradients pass
+    through the head.
     """
     precision = Precision(precision) if isinstance(precision, torch.dtype) else precision
     dtype = precision.dtype

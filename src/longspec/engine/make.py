@@ -38,7 +38,7 @@ def make_engine(
         fused = target.can_fuse
     if exact and not fused:
         raise UserError(
-            f"exact is for our kernels, and they do not run {str(dtype).removeprefix('torch.')} on {device}; "
+            f"exact is for our kernels, and they do not run {str(target.dtype).removeprefix('torch.')} on {device}; "
             "in float32 all methods say the same words without it"
         )
     page = page_size(dtype, config.head_dim, fused)

@@ -37,8 +37,9 @@ def make_engine(
     with torch.inference_mode():
         fused = target.can_fuse
     if exact and not fused:
+        name = str(target.dtype).removeprefix("torch.")
         raise UserError(
-            f"exact is for our kernels, and they do not run {str(target.dtype).removeprefix('torch.')} on {device}; "
+            f"exact is for our kernels, and they do not run {name} on {device}; "
             "in float32 all methods say the same words without it"
         )
     page = page_size(dtype, config.head_dim, fused)

@@ -352,8 +352,8 @@ def _load_model(
 ) -> Transformer:
     """The target, from the files that are there."""
     num_bytes = config.num_parameters * precision.dtype.itemsize
-    needed = precision.weight_bytes(config, device)
-    what = f"the {gigabytes(needed)} of {name} in {precision.weights} on {device}"
+    kept = num_bytes if precision.rounding is None else precision.weight_bytes(config, device)
+    what = f"the {gigabytes(kept)} of {name} in {precision.weights} on {device}"
     with (
         memory_explained(what, _SMALLER),
         WeightFiles(folder) as weights,

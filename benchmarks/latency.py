@@ -40,6 +40,7 @@ from longspec.models.placement import (
     pick_dtype,
 )
 from longspec.models.target import Transformer
+from longspec.models.weights import Precision
 
 # Rounds before the clock starts: kernels are compiled, and as many as may be in flight are.
 _WARM_UP = 5
@@ -176,7 +177,7 @@ def measure_latency(
     dtype = pick_dtype(setting.dtype, device)
     config = shape_named(setting.shape)
     attention = choose_backend(setting.attention)
-    check_fits(setting.shape, config, dtype, device)
+    check_fits(setting.shape, config, Precision(dtype), device)
     bandwidth = copy_bandwidth(device)
     target = random_target(config, device, dtype)
     target.attention = attention

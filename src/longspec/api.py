@@ -33,6 +33,7 @@ from longspec.models.layers import pack_linears
 from longspec.models.load import load_target
 from longspec.models.placement import check_fits, gigabytes, memory_explained, pick_device, pick_dtype
 from longspec.models.target import Transformer
+from longspec.models.weights import Precision, pick_precision
 from longspec.options import Options, Settings, read_options, room_for, seeds_for
 from longspec.progress import byte_bar
 from longspec.prompts import Prompt, PromptEncoder, split_batch
@@ -115,6 +116,7 @@ class LongSpec:
         calibrate: bool = True,
         attention: str = "auto",
         draft_dtype: str = "auto",
+        weights: str = "auto",
         max_rows: int | None = None,
         kv_memory: int | None = None,
         exact: bool = False,
@@ -131,25 +133,30 @@ class LongSpec:
         device. Method "auto" needs measurements of this machine; they are made here, once, unless `calibrate`
         is False. attention names a backend: "triton", the default on a GPU, replays whole rounds as CUDA
         graphs. draft_dtype "int8" rounds the draft's weights, which is the default on a CPU; "target" keeps
-        the target's dtype. `exact` is for half precision on a GPU: with it all methods give the same words
-        there too, whatever runs at the same time, and rounds take a little longer.
+        the target's dtype. weights "float16", "bfloat16", "int8" and "int4" round the target's weights, on a
+        CPU: it decodes faster and says slightly other things than the file's weights do, and every method
+        says the same as vanilla over them; "auto" leaves them as they are. `exact` is for half precision on a
+        GPU: with it all methods give the same words there too, whatever runs at the same time, and rounds
+        take longer.
         """
         backend = choose_backend(attention)
         check_draft_dtype(draft_dtype)  # before a long load
         target, device = name_of("target", target), pick_device(device)
-        dtype = pick_dtype(dtype, device)
+        precision = pick_precision(weights, pick_dtype(dtype, device), device)
+        if precision.rounding is not None and attention not in ("auto", "torch"):
+            raise UserError(f"attention {attention!r} does not go with rounded weights; use auto or torch")
         find = partial(hub.resolve, target, revision=revision, offline=offline, progress=progress)
         # Fetch only the config first, so that a target that cannot fit is refused before its weights come.
         shape = find(config_only=True)
         entry, config = shape.entry, read_config(shape.folder, shape.config)
         limit = _pick_max_length(max_length, entry.context if entry else config.max_length)
         draft_name = name_of("draft", draft) if draft else hub.default_draft(entry) or "none"
-        check_fits(target, config, dtype, device)
+        check_fits(target, config, precision, device)
         folder = find().folder
         defaults = _read_defaults(folder)
         encoder = PromptEncoder(folder, entry.chat_template if entry else None)
         answer_ends = _find_eos_ids(folder, encoder, entry)
-        model = _load_model(target, folder, config, device, dtype, progress)
+        model = _load_model(target, folder, config, device, precision, progress)
         model.attention = backend
         drafting: _Drafting = (None, None, {})
         if draft_name != "none":
@@ -256,6 +263,7 @@ class LongSpec:
             draft=self.draft_name if method.uses_draft else None,
             device=str(self.target.device),
             dtype=str(self.target.dtype).removeprefix("torch."),
+            weights=self.target.weights,
         )
 
 
@@ -326,16 +334,17 @@ def name_of(what: str, given: Any) -> str:
 
 
 def _load_model(
-    name: str, folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: bool
+    name: str, folder: Path, config: ModelConfig, device: torch.device, precision: Precision, progress: bool
 ) -> Transformer:
-    num_bytes = config.num_parameters * dtype.itemsize
-    what = f"the {gigabytes(num_bytes)} of {name} in {str(dtype).removeprefix('torch.')} on {device}"
+    num_bytes = config.num_parameters * precision.dtype.itemsize
+    kept = num_bytes if precision.rounding is None else precision.weight_bytes(config, device)
+    what = f"the {gigabytes(kept)} of {name} in {precision.weights} on {device}"
     with (
         memory_explained(what, _SMALLER),
         WeightFiles(folder) as weights,
         byte_bar(f"Loading {name}", num_bytes, progress) as advance,
     ):
-        return load_target(config, weights.tensor, device, dtype, advance)
+        return load_target(config, weights.tensor, device, precision, advance)
 
 
 def prepare_draft(

@@ -37,6 +37,9 @@ class Generation:
     draft: str | None
     device: str
     dtype: str
+    """What the target computes in."""
+    weights: str
+    """What its weights are kept in."""
 
     @property
     def tokens(self) -> int:
@@ -58,6 +61,6 @@ class Generation:
         names = (
             *("text", "tokens", "prompt_tokens", "rounds", "tau", "accepted_by_depth", "seconds"),
             *("tokens_per_second", "method", "label", "tree_shape"),
-            *("seed", "finish_reason", "target", "draft", "device", "dtype"),
+            *("seed", "finish_reason", "target", "draft", "device", "dtype", "weights"),
         )
         return {name: getattr(self, name) for name in names}

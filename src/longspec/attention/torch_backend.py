@@ -23,9 +23,9 @@ _MOST_QUERIES, _MOST_KEYS, _LEAST_BLOCK = 32768, 32768, 2048
 class TorchAttention:
     """FlashAttention if torch has it for the dtype and device.
 
-    The query heads that share a KV head become rows of one attention problem, so keys are never repeated.
-    Each row is computed alone with its own length. So there is no padding, and a row's result cannot depend
-    on its neighbours.
+    On a GPU the query heads that share a KV head become rows of one attention problem, so keys are never
+    repeated. Each row is computed alone with its own length. So there is no padding, and a row's result
+    cannot depend on its neighbours.
     """
 
     def can_fuse(self, x: Tensor, head_dim: int) -> bool:
@@ -38,8 +38,11 @@ class TorchAttention:
     def _attend_row(
         self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, row: int
     ) -> tuple[Tensor, Tensor]:
-        length, ranges = plan.host_lengths[row], plan.ranges(row)
+        length = plan.host_lengths[row]
         end = length + plan.num_new
+        if plan.num_new == 1 and plan.window is None:
+            return _over(q, k, v, plan.runs(row, 0, end))
+        ranges = plan.ranges(row)
         if plan.num_new == 1:
             # A single new token sees all that is before it, so it counts as one more entry of the prefix.
             ranges = [*ranges[:-1], (ranges[-1][0] if ranges else length, end)]
@@ -51,10 +54,9 @@ class TorchAttention:
                 return self._attend_blocks(q, k, v, plan, row)
             result = _causal(q, _cut(k, own), _cut(v, own))
         else:
-            groups = q.shape[1] // k.shape[0]
-            if ranges == [(0, length)] and _fits_mask(q, plan.num_new * groups * end):
+            if ranges == [(0, length)] and _fits_mask(q, plan.num_new * end):
                 whole = plan.runs(row, 0, end)
-                return _biased(q, _cut(k, whole), _cut(v, whole), _whole_bias(plan, row, q, groups))
+                return _biased(q, _cut(k, whole), _cut(v, whole), _whole_bias(plan, row, q))
             result = _masked(q, _cut(k, own), _cut(v, own), _tree_of(plan, row))
         return self._merge(_over(q, k, v, runs), result) if runs else result
 
@@ -117,13 +119,13 @@ def _fits_mask(q: Tensor, size: int) -> bool:
     return q.device.type == "cpu" and size <= _LARGEST_BIAS
 
 
-def _whole_bias(plan: AttentionPlan, row: int, q: Tensor, groups: int) -> Tensor:
-    """The bias on a row's scores [T * G, S] over its whole prefix and the new tokens: 0 or -inf."""
+def _whole_bias(plan: AttentionPlan, row: int, q: Tensor) -> Tensor:
+    """The bias on a row's scores [T, S] over its whole prefix and the new tokens: 0 or -inf."""
     if row not in plan.masks:
         length = plan.host_lengths[row]
         bias = q.new_zeros(plan.num_new, length + plan.num_new)
         bias[:, length:].masked_fill_(~_tree_of(plan, row), -torch.inf)
-        plan.masks[row] = bias.repeat_interleave(groups, 0)
+        plan.masks[row] = bias
     return plan.masks[row]
 
 
@@ -149,7 +151,7 @@ def _pieces(whole: slice, most: int) -> Iterator[slice]:
 
 def _over(q: Tensor, k: Tensor, v: Tensor, runs: list[slice]) -> tuple[Tensor, Tensor]:
     """Queries [T, H, D] over these parts of keys [K, S, D]. Every query sees every key."""
-    if sum(run.stop - run.start for run in runs) <= _CHEAP_COPY:
+    if len(runs) == 1 or sum(run.stop - run.start for run in runs) <= _CHEAP_COPY:
         return _unmasked(q, _cut(k, runs), _cut(v, runs))
     parts = [_unmasked(q, k[:, run], v[:, run]) for run in runs]
     return reduce(merge, parts)
@@ -169,6 +171,8 @@ def _stack(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _unmasked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Queries [T, H, D] over keys [K, S, D]. Every query sees every key."""
+    if q.device.type == "cpu":
+        return _on_cpu(q, k, v)
     if _suits_cudnn(q, k):
         return _cudnn(q, k, v, causal=False)
     out, lse = _flash(_fold(q, k.shape[0]), k, v)
@@ -177,19 +181,23 @@ def _unmasked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """The same with a mask [T, S] of the keys that each query sees: at least one."""
-    groups = q.shape[1] // k.shape[0]
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
-    return _biased(q, k, v, bias.repeat_interleave(groups, 0))
+    return _biased(q, k, v, bias)
 
 
 def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with a bias [T * G, S], which is added to the scores."""
-    out, lse = _flash(_fold(q, k.shape[0]), k, v, bias)
+    """The same with a bias [T, S], which is added to the scores."""
+    if q.device.type == "cpu":
+        return _on_cpu(q, k, v, bias)
+    groups = q.shape[1] // k.shape[0]
+    out, lse = _flash(_fold(q, k.shape[0]), k, v, bias.repeat_interleave(groups, 0))
     return _unfold(out, q.shape), _unfold(lse, q.shape[:2])
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Query t sees keys 0..t."""
+    if q.device.type == "cpu":
+        return _on_cpu(q, k, v, causal=True)
     if _suits_cudnn(q, k):
         return _cudnn(q, k, v, causal=True)
     # One call per query head of a group: folded rows would not be causal.
@@ -230,15 +238,21 @@ def _unfold(x: Tensor, shape: torch.Size) -> Tensor:
     return x.view(x.shape[0], shape[0], -1, *shape[2:]).transpose(0, 1).reshape(shape)
 
 
+def _on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Queries [T, H, D] over keys [K, S, D], grouped heads as they are, with a bias [T, S]."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    out, lse = kernel(q.transpose(0, 1)[None], k[None], v[None], 0.0, causal, attn_mask=bias)
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q [K, R, D] over k, v [K, S, D] by the fastest of torch's kernels that also returns the lse."""
+    """q [K, R, D] over k, v [K, S, D] by the fastest of torch's GPU kernels that also returns the lse."""
     q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    if q.device.type == "cpu":
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = kernel(q, k, v, 0.0, causal, attn_mask=bias)
-    elif bias is None and q.dtype != torch.float32:
+    if bias is None and q.dtype != torch.float32:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     else:
         if bias is not None:

@@ -29,6 +29,7 @@ def environment(model: LongSpec) -> dict[str, Any]:
         "target": model.name,
         "draft": model.draft_name,
         "max_length": model.engine.max_length,
+        "weights": target.weights,
         **machine(target.device, target.dtype),
     }
 

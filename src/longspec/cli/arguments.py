@@ -46,6 +46,16 @@ def add_device(group: argparse._ActionsContainer) -> None:
     )
 
 
+def add_weights(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--weights",
+        default="auto",
+        metavar="TYPE",
+        help="of the target's weights: auto (as --dtype), or on a CPU float16, bfloat16, int8 or int4, which "
+        "decode faster and change the words a little (default: %(default)s)",
+    )
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     add_target(group)
@@ -56,6 +66,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: the target's own draft; 'none': no draft)",
     )
     add_device(group)
+    add_weights(group)
     group.add_argument(
         "--draft-dtype",
         default="auto",
@@ -241,6 +252,7 @@ def load(arguments: argparse.Namespace, calibrate: bool, max_rows: int | None = 
         calibrate=calibrate,
         attention=arguments.attention,
         draft_dtype=arguments.draft_dtype,
+        weights=arguments.weights,
         max_rows=arguments.max_rows or max_rows,
         kv_memory=arguments.kv_memory,
         exact=arguments.exact,

@@ -12,6 +12,7 @@ from longspec.cli.arguments import (
     add_options,
     add_size_arguments,
     add_source,
+    add_weights,
     positive_number,
 )
 from longspec.cli.command import Command
@@ -77,6 +78,7 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", nargs="?", default=DEFAULT_TARGET, help="as --target of generate")
     add_source(parser)
     add_device(parser)
+    add_weights(parser)
     parser.add_argument(
         "--context",
         type=positive_number,
@@ -109,9 +111,11 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     from longspec.hub import resolve
     from longspec.models.files import read_config
     from longspec.models.placement import pick_device, pick_dtype
+    from longspec.models.weights import pick_precision
 
     device = pick_device(arguments.device)
-    dtype = pick_dtype(arguments.dtype, device)
+    precision = pick_precision(arguments.weights, pick_dtype(arguments.dtype, device), device)
+    dtype = precision.kv_dtype
     files = resolve(
         arguments.target, revision=arguments.revision, offline=arguments.offline, config_only=True
     )
@@ -122,9 +126,9 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"--context is {context}; the target's limit is {limit} tokens")
     shape = Tree(arguments.tree_shape).tree_shape  # refuses a bad one
     draft_name, draft = _draft(arguments, files.entry)
-    budget = plan_decoding(config, draft, context, batch, shape, dtype, device)
+    budget = plan_decoding(config, draft, context, batch, shape, precision, device)
     per_token = config.kv_bytes_per_token(dtype.itemsize)
-    beside = plan_decoding(config, draft, 1, 1, shape, dtype, device)
+    beside = plan_decoding(config, draft, 1, 1, shape, precision, device)
     rest = budget.free - budget.needs.weights - budget.needs.draft_weights
     page = page_size(dtype, config.head_dim, device.type == "cuda")
     try:
@@ -147,7 +151,8 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "context_limit": limit,
         "draft": draft_name,
         "device": str(device),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(precision.dtype).removeprefix("torch."),
+        "weights": precision.weights,
         "kv_bytes_per_token": per_token,
         "context_that_fits": min(limit, max(0, beside.left // per_token)),
         "context": context,
@@ -180,7 +185,7 @@ def _report(facts: dict[str, Any]) -> str:
 
     needs, device, left = facts["needs"], facts["device"], facts["left_bytes"]
     parts = {
-        "weights": f"in {facts['dtype']}",
+        "weights": f"in {facts['weights']}",
         "kv": f"{facts['batch']} x {facts['context']:,} tokens and a tree, "
         f"{facts['kv_bytes_per_token']:,} bytes per token",
         "rope": "its tables",
@@ -204,7 +209,8 @@ def _report(facts: dict[str, Any]) -> str:
     lines.append(f"  {'free':14} {free:>9}  of {whole}: {verdict}")
     if left < 0:
         lines.append(
-            "It does not fit: use a shorter --context, a smaller --batch or --dtype, or another --device"
+            "It does not fit: use a shorter --context, a smaller --batch, --dtype or --weights, or another "
+            "--device"
         )
     beside = "with its draft" if facts["draft"] else "without a draft"
     lines.append(

@@ -90,5 +90,5 @@ def figures(result: Generation) -> str:
     parts.append(result.label + (f", tau {result.tau:.2f} (tokens per round)" if has_tau else ""))
     if result.temperature > 0:
         parts.append(f"seed {result.seed}")
-    parts.append(f"{printable(result.target)} {result.dtype} on {result.device}")
+    parts.append(f"{printable(result.target)} {result.weights} on {result.device}")
     return f"[{'; '.join(parts)}; ended by {result.finish_reason}]"

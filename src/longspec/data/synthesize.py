@@ -24,6 +24,7 @@ from longspec.models.checkpoint import WeightFiles
 from longspec.models.files import eos_ids, read_config
 from longspec.models.load import load_target
 from longspec.models.placement import check_fits, free_memory, pick_device, pick_dtype
+from longspec.models.weights import Precision
 from longspec.progress import byte_bar, token_bar
 from longspec.prompts import PromptEncoder
 from longspec.records import MOST_BYTES, read_bytes, read_record
@@ -88,7 +89,7 @@ def _find(
         raise UserError(
             f"seq_length is {options.seq_length}; the limit of {options.target} is {config.max_length}"
         )
-    check_fits(options.target, config, dtype, device)
+    check_fits(options.target, config, Precision(dtype), device)
     return find(), config
 
 

@@ -19,6 +19,7 @@ from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree, ancestors
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.draft_passes import FusedDraftPass, PlainDraftPass
+from longspec.models.layers import look_up
 
 # Wider levels are faster by torch's own top-k.
 _WIDEST = 32
@@ -163,7 +164,7 @@ class _PlainDrafting(_Drafting):
             self.draft, ring, self.models.pages, target.attention, self.plan, target.rope(positions),
             entries, level.start, self._sees(level, depth), len(level),
         )  # fmt: skip
-        x = F.embedding(tokens, target.embedding)
+        x = look_up(target.table, tokens)
         stream = x[:, : len(level)]
         return self.draft.read(x, stream if feature is None else stream + feature, run)
 

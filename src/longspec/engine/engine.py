@@ -76,7 +76,7 @@ class Engine:
             # Its own count of heads: tensor parallelism leaves it a share of the target's.
             shape = replace(target.config, num_kv_heads=first.attention.num_kv_heads)
             with on_device(target.device):
-                pages = Pages.empty(shape, num_pages, page_size, target.device, target.dtype)
+                pages = Pages.empty(shape, num_pages, page_size, target.device, target.kv_dtype)
                 self.models = Models(target, pages, fused, draft, head, exact)
                 self._candidates = candidates(draft, acceptance or {}, fused)
                 self.max_length = max_length
@@ -284,7 +284,7 @@ class Engine:
         with self.paused() as device:
             if self.loop.is_large:
                 target, config = self.models.target, self.models.target.config
-                like = target.embedding.new_zeros(1, config.num_heads, config.head_dim)
+                like = target.norm.weight.new_zeros(1, config.num_heads, config.head_dim)
                 target.attention.warm_up(like, config.num_kv_heads, self.max_length)
             most = 1 if max_rows == 1 else device.MOST_SEGMENTS
             works = [

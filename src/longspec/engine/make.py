@@ -33,12 +33,13 @@ def make_engine(
 
     If `exact`, what a sequence says does not depend on who is computed beside it, down to the last bit.
     """
-    config, dtype, device = target.config, target.dtype, target.device
+    config, dtype, device = target.config, target.kv_dtype, target.device
     with torch.inference_mode():
         fused = target.can_fuse
     if exact and not fused:
+        name = str(target.dtype).removeprefix("torch.")
         raise UserError(
-            f"exact is for our kernels, and they do not run {str(dtype).removeprefix('torch.')} on {device}; "
+            f"exact is for our kernels, and they do not run {name} on {device}; "
             "in float32 all methods say the same words without it"
         )
     page = page_size(dtype, config.head_dim, fused)

@@ -19,6 +19,7 @@ from longspec.models.placement import (
     plan_memory,
     total_memory,
 )
+from longspec.models.weights import Precision
 
 # Rows that run at once unless a caller says otherwise.
 ROWS_ON_GPU, ROWS_ON_CPU = 128, 16
@@ -151,11 +152,11 @@ def plan_decoding(
     context: int,
     batch: int,
     tree_shape: tuple[int, ...],
-    dtype: torch.dtype,
+    precision: Precision,
     device: torch.device,
 ) -> MemoryBudget:
     """The memory of answering `batch` prompts side by side, each of `context` tokens with its answer."""
-    target = plan_memory(config, dtype, device)
+    target, dtype = plan_memory(config, precision, device), precision.dtype
     on_gpu = device.type == "cuda"
     num_nodes = sum(tree_shape) + 1
     page = page_size(dtype, config.head_dim, on_gpu)

@@ -25,6 +25,8 @@ from longspec.models.layers import (
     RMSNorm,
     Rope,
     Stream,
+    Table,
+    look_up,
     scores,
 )
 from longspec.models.rope import rotate
@@ -231,10 +233,7 @@ class DraftHead(nn.Module):
         self.rows: nn.Module | None = None
         if vocab_ids is None and not int8:
             return
-        weight = target.head.weight
-        plain = (weight.to_dense() if weight.is_mkldnn else weight).detach()
-        if vocab_ids is not None:
-            plain = plain[vocab_ids.to(plain.device)]
+        plain = target.head.weight_rows(None if vocab_ids is None else vocab_ids.to(target.device)).detach()
         rows = Linear(plain.shape[1], len(plain))
         rows.weight = nn.Parameter(plain, requires_grad=False)
         if int8 and Int8Linear.supports(rows):
@@ -257,11 +256,12 @@ class DraftHead(nn.Module):
     def in_context(self, tokens: Iterable[int]) -> DraftHead | ContextHead:
         """This head; for a reduced head on a CPU, also with the rows of the context's own `tokens`."""
         target = self._target[0]
-        weight = target.embedding if target.config.tied_head else target.head.weight
-        # The rows of a packed head cannot be read, and on a GPU shapes must stay fixed.
-        if self.vocab_ids is None or weight.device.type != "cpu" or weight.is_mkldnn:
+        # A packed or rounded head has no rows to read, and on a GPU shapes must stay fixed.
+        has_rows = target.config.tied_head or isinstance(target.head, Linear)
+        if self.vocab_ids is None or target.device.type != "cpu" or not has_rows:
             return self
-        return ContextHead(self, weight, tokens)
+        table = target.table if target.config.tied_head else target.head.weight
+        return ContextHead(self, table, tokens)
 
 
 class ContextHead:
@@ -273,10 +273,10 @@ class ContextHead:
     # To read this many fp32 rows takes about as long as to read an int8 head of 8,192 rows.
     MOST = 1024
 
-    def __init__(self, head: DraftHead, weight: Tensor, tokens: Iterable[int]) -> None:
-        self._head, self._weight = head, weight
+    def __init__(self, head: DraftHead, table: Table, tokens: Iterable[int]) -> None:
+        self._head, self._table = head, table
         self._extra: set[int] = set()
-        self._rows = weight.new_empty(0, weight.shape[1], dtype=torch.float32)
+        self._rows = look_up(table, torch.empty(0, dtype=torch.int64)).float()
         self.token_ids = head.token_ids
         self.add(tokens)
 
@@ -288,7 +288,7 @@ class ContextHead:
         if fresh:
             ids = torch.tensor(fresh)
             self._extra.update(fresh)
-            self._rows = torch.cat((self._rows, F.embedding(ids, self._weight).float()))
+            self._rows = torch.cat((self._rows, look_up(self._table, ids).float()))
             self.token_ids = torch.cat((self.token_ids, ids))
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -49,9 +49,9 @@ class PlainDraftPass:
         layers = self.draft.config.layers_of(self.draft.target_config)
         outs = [
             self.attention.prefix(q, *self.pages.layer(layer), self.plan)[0]
-            for q, layer in zip(heads.chunk(len(layers), 2), layers, strict=True)
+            for q, layer in zip(heads.to(self.pages.keys.dtype).chunk(len(layers), 2), layers, strict=True)
         ]
-        return torch.cat(outs, 2).flatten(2)
+        return torch.cat(outs, 2).flatten(2).to(queries.dtype)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from longspec.kernels.embed import embed
 from longspec.kernels.norm import Norm, Residual, norm_stream
 from longspec.kernels.silu import silu_mul
-from longspec.models.layers import FeedForward, Linear, Reader, RMSNorm
+from longspec.models.layers import FeedForward, Linear, Reader, RMSNorm, Table
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class FusedOps:
     """Whether a row gets the same bits whatever the other rows are: every product is by our kernel then."""
 
     def embed(
-        self, tokens: Tensor, table: Tensor, added: Tensor | None, following: Reader
+        self, tokens: Tensor, table: Table, added: Tensor | None, following: Reader
     ) -> tuple[Residual, Residual]:
+        assert isinstance(table, Tensor)
         factor = None if self.exact else self.factor(following, tokens.numel())
         return embed(tokens, table, added, factor)
 

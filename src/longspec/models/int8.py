@@ -23,17 +23,8 @@ class Int8Linear(nn.Module):
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
-        weight = linear.weight.detach()
-        # Without VNNI the sum of two products must fit in 16 bits, so weights get 7 bits.
-        largest = 127 if _has_vnni() else 63
-        scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny).double() / largest
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*quantize_per_channel.*")
-            rounded = torch.quantize_per_channel(
-                weight, scales, torch.zeros(len(scales), dtype=torch.int64), 0, torch.qint8
-            )
-        bias = None if linear.bias is None else linear.bias.detach()
-        self._packed: Any = torch.ops.quantized.linear_prepack(rounded, bias)
+        # Without VNNI the sum of two products must fit in 16 bits, so weights have 7 bits there.
+        self._packed = pack_int8(linear, 127 if has_vnni() else 63, linear.bias)
 
     @staticmethod
     def supports(linear: Linear) -> bool:
@@ -42,8 +33,7 @@ class Int8Linear(nn.Module):
         return (
             weight.device.type == "cpu"
             and weight.dtype == torch.float32
-            and torch.backends.quantized.engine in ("x86", "fbgemm")
-            and hasattr(torch, "quantize_per_channel")
+            and has_int8_products()
             and bool(torch.isfinite(weight).all())
         )
 
@@ -53,11 +43,37 @@ class Int8Linear(nn.Module):
         result: Tensor = torch.ops.quantized.linear_dynamic(x.nan_to_num(), self._packed)
         return result
 
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+        """The product of x [..., in] added to `total` [..., out]."""
+        return total + self(x)
+
     def covers(self, x: Tensor) -> bool:
         return False
 
     def folds(self, num_rows: int) -> bool:
         return False
+
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+def has_int8_products() -> bool:
+    """Whether this build of torch has them for this processor."""
+    return torch.backends.quantized.engine in ("x86", "fbgemm") and hasattr(torch, "quantize_per_channel")
+
+
+def pack_int8(linear: Linear, largest: int, bias: Tensor | None, unit: float = 1.0) -> Any:
+    """The weights rounded to -largest..largest by a scale per row, and their product times `unit`, laid out
+    for the kernel."""
+    weight = linear.weight.detach()
+    scales = weight.abs().amax(1).clamp(min=TINY).double() / largest
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*quantize_per_channel.*")
+        zeros = torch.zeros(len(scales), dtype=torch.int64)
+        rounded = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+        if unit != 1:
+            rounded = torch._make_per_channel_quantized_tensor(rounded.int_repr(), scales * unit, zeros, 0)
+    return torch.ops.quantized.linear_prepack(rounded, None if bias is None else bias.detach())
 
 
 def round_linears(module: nn.Module) -> None:
@@ -81,7 +97,7 @@ def wants_int8(draft_dtype: str, draft: nn.Module) -> bool:
     return possible and draft_dtype != "target"
 
 
-def _has_vnni() -> bool:
-    """Whether the CPU sums products of bytes in 32 bits."""
+def has_vnni() -> bool:
+    """Whether products of bytes are summed in 32 bits."""
     asked = getattr(torch.cpu, "_is_vnni_supported", None)
     return asked is not None and bool(asked())

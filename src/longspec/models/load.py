@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from longspec.config import ModelConfig
 from longspec.errors import UserError
 from longspec.models.families import FAMILIES
-from longspec.models.layers import pack_linears
 from longspec.models.target import Transformer
+from longspec.models.weights import Precision, pack
 
 TensorReader = Callable[[str], Tensor]
 """Gives one tensor by its name in the checkpoint."""
@@ -22,15 +22,18 @@ def load_target(
     config: ModelConfig,
     read: TensorReader,
     device: torch.device,
-    dtype: torch.dtype,
+    precision: Precision | torch.dtype,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
-    pack: bool = True,
+    packed: bool = True,
 ) -> Transformer:
     """Build a frozen target from the tensors that `read` gives, ready for inference.
 
-    On a CPU, `pack` packs the matrices of each layer as soon as they are read, so that peak memory stays near
-    the size of the model. Training needs plain matrices, because gradients pass through the head.
+    On a CPU, the matrices of each layer are packed or rounded as soon as they are read (`packed`), so that
+    peak memory stays near the size of the model. Training needs plain matrices, because gradients pass
+    through the head.
     """
+    precision = Precision(precision) if isinstance(precision, torch.dtype) else precision
+    dtype = precision.dtype
     with torch.device("meta"):
         model = Transformer(config)
     model.requires_grad_(False).eval()
@@ -43,6 +46,8 @@ def load_target(
     for name, sources in sources_of.items():
         parameter = model.get_parameter(name)
         tensor = _join(name, sources, read, parameter.shape).to(device=device, dtype=dtype)
+        if precision.rounding is not None and tensor.ndim == 1:
+            tensor = tensor.clone()  # a view of the mapped file would keep all of it in memory
         _replace(model, name, nn.Parameter(tensor, requires_grad=False))
         # The sum is one pass without a copy, and it is not finite if any value is not.
         if not math.isfinite(tensor.sum(dtype=torch.float32)):
@@ -50,13 +55,25 @@ def load_target(
         on_progress(tensor.numel() * tensor.element_size())
         block = _block_of(name)
         waiting[block] -= 1
-        if pack and block and not waiting[block]:
-            pack_linears(model.get_submodule(block))
+        if packed and block and not waiting[block]:
+            pack(model.get_submodule(block), precision)
     if config.tied_head:
         model.head.weight = model.embedding
-    if pack:
-        pack_linears(model)
+    if packed:
+        pack_ends(model, precision)
     return model
+
+
+def pack_ends(model: Transformer, precision: Precision) -> None:
+    """Pack or round the head and, where it is rounded, the embedding."""
+    rounding = precision.rounding
+    if rounding is None:
+        pack(model, precision)
+        return
+    setattr(model, "head", rounding.head(model.head))  # noqa: B010 # another form of a Linear
+    model.rounded_embedding = rounding.table(model.embedding.detach())
+    model.embedding = nn.Parameter(model.embedding.detach()[:0].clone(), requires_grad=False)
+    model.precision = precision
 
 
 def _join(name: str, sources: tuple[str, ...], read: TensorReader, shape: torch.Size) -> Tensor:

@@ -45,7 +45,7 @@ def load_pair(
     folder = hub.resolve(target).folder
     config = config or read_config(folder)
     with WeightFiles(folder) as weights:
-        model = load_target(config, weights.tensor, device, dtype, pack=False)
+        model = load_target(config, weights.tensor, device, dtype, packed=False)
     if draft is None:
         made = GlideDraft(config, draft_config or DraftConfig())
         made.initialise(None if seed is None else torch.Generator().manual_seed(seed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from longspec.attention import Attention, AttentionPlan
@@ -30,9 +31,9 @@ class PlainPass:
     ops: Ops = PLAIN
 
     def attend(self, module: SelfAttention, qkv: Tensor) -> Tensor:
-        q, k, v = module.heads(qkv, self.rope)
+        q, k, v = module.heads(qkv.to(self.pages.keys.dtype), self.rope)
         self.pages.write(module.layer, self.places, k, v)
-        return _attend(self, module.layer, q)
+        return _attend(self, module.layer, q).to(qkv.dtype)
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,10 @@ def paged_pass(
     the last layer computes keys and values and nothing else.
     """
     if not fused:
-        return PlainPass(pages, places, target.rope(positions), target.attention, plan, end)
+        cos, sin = target.rope(positions)
+        if pages.keys.dtype == torch.float64:  # once for all layers
+            cos, sin = cos.double(), sin.double()
+        return PlainPass(pages, places, (cos, sin), target.attention, plan, end)
     from longspec.models.fused import FusedOps
 
     table, ops = target.rope.table, FusedOps(exact=plan.paths is not None)

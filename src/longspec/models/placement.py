@@ -11,6 +11,7 @@ import torch
 
 from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError
+from longspec.models.weights import Precision
 
 # Memory for the interpreter, libraries, activations of a prefill chunk and the logits.
 OVERHEAD = 700 * 2**20
@@ -65,13 +66,10 @@ class MemoryPlan:
         return max(0, (self.free - self.weights - OVERHEAD) // self.kv_per_token)
 
 
-def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
-    """Compute what the target needs in `dtype`, and read what is free on `device`."""
-    weights = config.num_parameters * dtype.itemsize
-    if device.type == "cpu" and dtype == torch.float32 and config.tied_head:
-        # A packed head cannot also be the embedding, so there are two copies.
-        weights += config.vocab_size * config.hidden_size * dtype.itemsize
-    return MemoryPlan(weights, config.kv_bytes_per_token(dtype.itemsize), free_memory(device))
+def plan_memory(config: ModelConfig, precision: Precision, device: torch.device) -> MemoryPlan:
+    """Compute what the target needs in `precision`, and read what is free on `device`."""
+    per_token = config.kv_bytes_per_token(precision.kv_dtype.itemsize)
+    return MemoryPlan(precision.weight_bytes(config, device), per_token, free_memory(device))
 
 
 def draft_weights(config: ModelConfig, draft: DraftConfig, dtype: torch.dtype) -> int:
@@ -79,15 +77,15 @@ def draft_weights(config: ModelConfig, draft: DraftConfig, dtype: torch.dtype) -
     return (draft.num_parameters(config) + draft.draft_vocab * config.hidden_size) * dtype.itemsize
 
 
-def check_fits(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
+def check_fits(name: str, config: ModelConfig, precision: Precision, device: torch.device) -> MemoryPlan:
     """Refuse a target that does not fit, and say what would fit."""
-    plan = plan_memory(config, dtype, device)
+    plan = plan_memory(config, precision, device)
     if plan.context_that_fits >= min(LEAST_CONTEXT, config.max_length):
         return plan
-    kind = str(dtype).removeprefix("torch.")
-    half = plan.weights * 2 // dtype.itemsize
+    kind = precision.weights
+    half = plan.weights // 2
     hint = f"a smaller target, or a device with {gigabytes(plan.weights + OVERHEAD)} free"
-    if dtype.itemsize == 4 and half + OVERHEAD < plan.free:
+    if kind == "float32" and half + OVERHEAD < plan.free:
         hint = f"--dtype bfloat16 ({gigabytes(half)})"
     raise UserError(
         f"{name} does not fit on {device}: its weights take {gigabytes(plan.weights)} in {kind} and each "

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from longspec.attention import Attention, choose_backend
 from longspec.config import ModelConfig
-from longspec.models.layers import Block, ForwardPass, Linear, RMSNorm, scores
+from longspec.models.layers import Block, ForwardPass, Linear, RMSNorm, Table, scores
 from longspec.models.rope import RopeTable
+from longspec.models.weights import Precision
 
 
 class Transformer(nn.Module):
@@ -19,21 +20,41 @@ class Transformer(nn.Module):
         self.config = config
         self.attention = attention or choose_backend()
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.rounded_embedding: nn.Module | None = None
+        """What stands for the embedding, which is empty then, beside rounded weights."""
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_eps)
         self.head = Linear(config.hidden_size, config.vocab_size)
         if config.tied_head:
             self.head.weight = self.embedding
+        self.precision: Precision | None = None
+        """How the weights were rounded when they were loaded; None: they were not."""
         self.rope = RopeTable(config.rope, config.head_dim)
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.device
+        """Where the weights are."""
+        return self.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights and of the KV."""
-        return self.embedding.dtype
+        """What it computes in."""
+        return self.norm.weight.dtype
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The type of keys and values; see `Precision.kv_dtype`."""
+        return self.dtype if self.precision is None else self.precision.kv_dtype
+
+    @property
+    def weights(self) -> str:
+        """What its weights are kept in."""
+        return (self.precision or Precision(self.dtype)).weights
+
+    @property
+    def table(self) -> Table:
+        """What gives the rows of tokens."""
+        return self.embedding if self.rounded_embedding is None else self.rounded_embedding
 
     @property
     def can_fuse(self) -> bool:
@@ -46,7 +67,7 @@ class Transformer(nn.Module):
         """Hidden states [B, T, E], after the last norm, of tokens [B, T]."""
         blocks = [block for block in self.blocks if isinstance(block, Block)]
         readers = [block.reader for block in blocks]
-        stream, _ = run.ops.embed(tokens, self.embedding, None, readers[0])
+        stream, _ = run.ops.embed(tokens, self.table, None, readers[0])
         for block, following in zip(blocks, (*readers[1:], None), strict=True):
             stream = block(stream, run, following)
         return run.ops.finish(stream, self.norm)

@@ -1,0 +1,214 @@
+"""A target's weights in fewer bytes, on a CPU: forms of a `Linear` and of the embedding.
+
+Decoding one sequence is reading weights. All forms say of a row what they say of that row alone, bit by bit,
+so that a tree's node has the numbers of a vanilla step: rows are rounded by themselves, sums of integers have
+no order, and torch's other kernels add each row in the same order whatever is beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longspec.models.int8 import TINY, has_int8_products, has_vnni, pack_int8
+from longspec.models.layers import Linear
+
+GROUP = 32
+"""Weights of a row that share an int4 scale and zero; as in a GGUF."""
+
+
+class RoundedLinear(nn.Module):
+    """A frozen `Linear` on the CPU with rounded weights, whose rows come and go in fp32."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.num_out, self.num_in = linear.weight.shape
+        self.bias = None if linear.bias is None else linear.bias.detach().clone()
+
+    @staticmethod
+    def supports(linear: Linear) -> bool:
+        """Whether `linear` has this form; that the processor has it is checked before anything is loaded."""
+        return linear.weight.device.type == "cpu" and linear.weight.dtype == torch.float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias."""
+        product = self.multiply(x.reshape(-1, self.num_in))
+        product = product if self.bias is None else product.add_(self.bias)
+        return product.view(*x.shape[:-1], self.num_out)
+
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+        """The product of x [..., in] added to `total` [..., out]."""
+        return total + self(x)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """The product of rows [R, in] alone."""
+        raise NotImplementedError
+
+    def weight_rows(self, ids: Tensor | None) -> Tensor:
+        """Rows of the weight as they are used, in fp32; all of them for None."""
+        raise NotImplementedError
+
+    def covers(self, x: Tensor) -> bool:
+        return False
+
+    def folds(self, num_rows: int) -> bool:
+        return False
+
+
+class Fp16Linear(RoundedLinear):
+    """Weights in fp16; rows stay in fp32."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__(linear)
+        self._packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach(), None)
+
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+        return self(x).add_(total)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        product: Tensor = _FP16_PRODUCT(rows, self._packed)
+        return product
+
+    def weight_rows(self, ids: Tensor | None) -> Tensor:
+        weight = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
+        return (weight if ids is None else weight[ids]).float()
+
+
+class Bf16Linear(RoundedLinear):
+    """Weights and rows in bf16."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__(linear)
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().bfloat16(), 8)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        product: Tensor = _BF16_PRODUCT(rows.bfloat16(), self._weight, None, "none", [], "")
+        return product.float()
+
+    def weight_rows(self, ids: Tensor | None) -> Tensor:
+        weight = self._weight.to_dense()
+        return (weight if ids is None else weight[ids]).float()
+
+
+class Int8TargetLinear(RoundedLinear):
+    """Weights in int8 with a scale per output, and rows in two bytes.
+
+    One byte for a row's numbers costs 3.5% of SmolLM2's perplexity. So a row becomes two rows of bytes, the
+    second with what the first leaves over; up to eight rows that is nearly free, because reading the weights
+    bounds the product.
+    """
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__(linear)
+        # Without VNNI the sum of two products must fit in 16 bits, so rows have twice 7 bits there.
+        self._largest = 127 if has_vnni() else 63
+        self._packed = pack_int8(linear, 127, None, 1 / self._largest)
+        self._steps = torch.tensor([1.0, 2.0 * self._largest]).mul_(self._largest).view(2, 1, 1)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        product, peaks = self._multiply(rows)
+        return product.mul_(peaks)
+
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+        if self.bias is not None:
+            return total + self(x)
+        product, peaks = self._multiply(x.reshape(-1, self.num_in))
+        return torch.addcmul(total.reshape(-1, self.num_out), product, peaks).view(total.shape)
+
+    def weight_rows(self, ids: Tensor | None) -> Tensor:
+        rounded = torch.ops.quantized.linear_unpack(self._packed)[0]
+        values, scales = rounded.int_repr(), rounded.q_per_channel_scales().float() * self._largest
+        return values * scales[:, None] if ids is None else values[ids] * scales[ids, None]
+
+    def _multiply(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The product of rows [R, in] that are scaled to a largest value of 1, and their scales, [R, 1]."""
+        # A row of zeros becomes nan, whose product the kernel makes some finite number; that times 0 is 0.
+        peaks, num_rows = rows.abs().amax(1, True), rows.shape[0]
+        both = (rows * (self._steps / peaks)).view(-1, self.num_in)
+        both[num_rows:].sub_(both[:num_rows].round_(), alpha=2 * self._largest)
+        product: Tensor = _INT8_PRODUCT(both, 1.0, self._largest + 1, self._packed)
+        return product[:num_rows].add_(product[num_rows:], alpha=0.5 / self._largest), peaks
+
+
+class Int4Linear(RoundedLinear):
+    """Weights in 4 bits, of which every 32 have a bf16 scale and zero; rows in bf16.
+
+    A GGUF's own groups of 16 evenly spaced values come out as they are, but for the scale's bits.
+    """
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__(linear)
+        groups = linear.weight.detach().unflatten(1, (-1, GROUP))
+        low, high = groups.aminmax(dim=2, keepdim=True)
+        scales = ((high - low) / 15).clamp_(min=TINY).bfloat16().float().clamp_(min=TINY)
+        # A weight is (value - 8) * scale + zero.
+        zeros = (low + 8 * scales).bfloat16().float()
+        values = ((groups - zeros) / scales + 8).round_().clamp_(0, 15).to(torch.int32)
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.flatten(1), 1)
+        self._scales = torch.cat((scales, zeros), 2).transpose(0, 1).contiguous().bfloat16()
+
+    @staticmethod
+    def supports(linear: Linear) -> bool:
+        """Whether the kernel has such sizes too."""
+        num_out, num_in = linear.weight.shape
+        return RoundedLinear.supports(linear) and num_in % GROUP == 0 and num_out % 64 == 0
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        product: Tensor = _INT4_PRODUCT(rows.bfloat16(), self._packed, GROUP, self._scales)
+        return product.float()
+
+    def weight_rows(self, ids: Tensor | None) -> Tensor:
+        raise NotImplementedError("the head is int8 where the other matrices are int4")
+
+
+class HalfTable(nn.Module):
+    """An embedding [V, E] in two bytes."""
+
+    values: Tensor
+
+    def __init__(self, table: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("values", table.to(dtype))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The rows that `tokens` name, in fp32."""
+        return F.embedding(tokens, self.values).float()
+
+
+class Int8Table(nn.Module):
+    """An embedding [V, E] in int8 with a scale per row."""
+
+    values: Tensor
+    scales: Tensor
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        scales = table.abs().amax(1, keepdim=True).clamp_(min=TINY).div_(127)
+        self.register_buffer("values", (table / scales).round_().to(torch.int8))
+        self.register_buffer("scales", scales)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The rows that `tokens` name, in fp32."""
+        return F.embedding(tokens, self.values) * F.embedding(tokens, self.scales)
+
+
+_FP16_PRODUCT = torch.ops.quantized.linear_dynamic_fp16.default
+_BF16_PRODUCT = torch.ops.mkldnn._linear_pointwise.default
+_INT8_PRODUCT = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+_INT4_PRODUCT = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+
+def has_fp16_products() -> bool:
+    """Whether torch has them for this processor."""
+    return torch.backends.quantized.engine in ("x86", "fbgemm")
+
+
+def has_bf16_products() -> bool:
+    """The same of bf16."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def has_int4_products() -> bool:
+    """The same of int4; the head is int8."""
+    return has_int8_products() and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")

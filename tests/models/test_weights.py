@@ -1,0 +1,211 @@
+"""Rounded weights on a CPU: close to the weights they come from, the same bits whatever runs beside, and the
+words of vanilla by every method."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from longspec import LongSpec, UserError
+from longspec.cache import Pages
+from longspec.decoding.methods import VANILLA, Lookup, MagicDec, Method, Seq, Tree
+from longspec.decoding.sampling import Sampling
+from longspec.models import quantised
+from longspec.models.layers import Linear
+from longspec.models.load import pack_ends
+from longspec.models.quantised import GROUP, Bf16Linear, Fp16Linear, Int4Linear, Int8Table, Int8TargetLinear
+from longspec.models.target import Transformer
+from longspec.models.weights import ROUNDINGS, Precision, pack, pick_precision
+from tests.cli.run import exit_code
+from tests.decoding.scripted import ask, pass_over, tiny_draft, tiny_engine, tiny_target
+
+POSSIBLE = [name for name, rounding in ROUNDINGS.items() if rounding.is_possible()]
+FORMS = {"float16": Fp16Linear, "bfloat16": Bf16Linear, "int8": Int8TargetLinear, "int4": Int4Linear}
+
+
+def linear_of(weight: Tensor, bias: bool = False) -> Linear:
+    linear = Linear(weight.shape[1], weight.shape[0], bias).requires_grad_(False)
+    linear.weight.copy_(weight)
+    if linear.bias is not None:
+        torch.nn.init.normal_(linear.bias)
+    return linear
+
+
+def rounded_target(name: str) -> Transformer:
+    """A random target of sizes that every form has."""
+    target = tiny_target(vocab_size=64, hidden_size=64, intermediate_size=128, num_heads=4, head_dim=16)
+    precision = Precision(torch.float32, ROUNDINGS[name], name)
+    pack(target.blocks, precision)
+    pack_ends(target, precision)
+    return target
+
+
+@pytest.mark.parametrize("name", POSSIBLE)
+def test_a_rows_product_has_the_same_bits_alone_and_among_others(name: str) -> None:
+    torch.manual_seed(0)
+    for num_out, num_in in ((192, 576), (576, 1536), (128, 96)):
+        form = FORMS[name](linear_of(torch.randn(num_out, num_in) * 0.05, bias=num_out == 192))
+        rows = torch.randn(300, num_in) * torch.rand(300, 1) * 8
+        rows[3] *= 1e4  # the range of a whole batch would be this one's
+        whole = form(rows)
+        for count in (1, 2, 5, 16, 64):
+            assert torch.equal(form(rows[:count]), whole[:count])
+        assert torch.equal(form(rows[7]), whole[7])
+        total = torch.randn(300, num_out)
+        assert torch.equal(form.add_to(total, rows)[:1], form.add_to(total[:1], rows[:1]))
+
+
+@pytest.mark.parametrize("vnni", [True, False])
+def test_int8_products_are_those_of_the_expanded_weights(vnni: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ROUNDINGS["int8"].is_possible():
+        pytest.skip("no int8 products here")
+    monkeypatch.setattr(quantised, "has_vnni", lambda: vnni)
+    torch.manual_seed(0)
+    weight = torch.randn(96, 576) * 0.05
+    weight[3], weight[4] = 0, weight[4] * 1000
+    linear = linear_of(weight, bias=True)
+    form, rows = Int8TargetLinear(linear), torch.randn(5, 576)
+    rows[1], rows[2, 7] = 0, 300.0  # a row without a scale, and one number that is nearly all of its row
+    kept = form.weight_rows(None)
+    assert linear.bias is not None
+    for index in (0, 2, 3, 4):
+        exact = rows[index].double() @ kept.double().T + linear.bias
+        error = (form(rows[index]) - exact).norm() / exact.norm()
+        assert error < (2e-3 if vnni else 5e-3)
+    assert torch.equal(form(rows[1]), linear.bias)
+    for row, old in ((kept[0], weight[0]), (kept[4], weight[4])):
+        assert (row - old).abs().max() <= old.abs().max() / 254 * 1.001
+    assert torch.equal(form.weight_rows(torch.tensor([4, 0])), kept[[4, 0]])
+    # The largest sums there are, which overflow 16 bits where two products are added in them.
+    largest = Int8TargetLinear(linear_of(torch.ones(16, 512)))
+    torch.testing.assert_close(largest(torch.ones(2, 512)), torch.full((2, 16), 512.0))
+
+
+def test_int4_takes_a_ggufs_groups_over() -> None:
+    if not ROUNDINGS["int4"].is_possible():
+        pytest.skip("no int4 products here")
+    torch.manual_seed(0)
+    values = torch.randint(0, 16, (64, 4, GROUP))
+    values[..., 0], values[..., 1] = 0, 15
+    scales, least = 2.0 ** torch.randint(-6, -3, (64, 4, 1)), -(2.0 ** torch.randint(-4, -2, (64, 4, 1)))
+    weight = (least + scales * values).flatten(1)
+    form = Int4Linear(linear_of(weight))
+    rows = torch.eye(128)[:7]
+    # The product is rounded to bf16, as the rows are.
+    torch.testing.assert_close(form(rows), (rows @ weight.T).bfloat16().float(), rtol=0, atol=0)
+
+
+def test_the_embedding_gives_rows_back() -> None:
+    table = torch.randn(50, 32) * torch.rand(50, 1)
+    found = Int8Table(table)(torch.tensor([[3, 49]]))
+    assert found.shape == (1, 2, 32)
+    assert (found[0, 1] - table[49]).abs().max() <= table[49].abs().max() / 254 * 1.001
+
+
+@pytest.mark.parametrize("name", POSSIBLE)
+def test_a_trees_nodes_have_the_numbers_of_vanilla_steps(name: str) -> None:
+    torch.manual_seed(0)
+    target, prompt = rounded_target(name), torch.randint(64, (1, 90))
+    parents = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7]
+    sees = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for node in range(len(parents)):
+        step = node
+        while step >= 0:
+            sees[node, step], step = True, parents[step]
+    nodes = torch.randint(64, (1, len(parents)))
+
+    def filled() -> tuple[Pages, Tensor]:
+        pages = Pages.empty(target.config, 8, 16, target.device, target.kv_dtype)
+        tables = torch.arange(1, 9, dtype=torch.int32)[None]
+        pass_over(target, pages, tables, torch.tensor([0]), prompt)
+        return pages, tables
+
+    with torch.inference_mode():
+        of_tree = target.logits(pass_over(target, *filled(), torch.tensor([90]), nodes, sees))
+        for node in (0, 3, 8, 10):
+            pages, tables = filled()
+            path = sees[node].nonzero().flatten().tolist()
+            for depth, one in enumerate(path):
+                length = torch.tensor([90 + depth])
+                found = target.logits(pass_over(target, pages, tables, length, nodes[:, one : one + 1]))
+            # Rows that are not rounded keep a difference in the last bit as small as it is.
+            tolerance = 0.0 if ROUNDINGS[name].rounds_rows else 1e-4
+            torch.testing.assert_close(found[0, 0], of_tree[0, node], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", POSSIBLE)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8)], ids=["greedy", "sampled"])
+def test_every_method_says_what_vanilla_says(name: str, sampling: Sampling) -> None:
+    target = rounded_target(name)
+    engine = tiny_engine(target, tiny_draft(target, draft_vocab=32))
+    prompts = [list(range(5, 45)), [9, 4] * 30, [3]]
+    alone = [
+        ask(engine, [prompt], VANILLA, sampling, seed, 40)[0].tokens for seed, prompt in enumerate(prompts)
+    ]
+    methods: tuple[Method, ...] = (VANILLA, Seq(3), Tree((3, 6, 6)), Lookup(4), MagicDec(3))
+    for method in methods:
+        together = ask(engine, prompts, method, sampling, new=40)
+        for one, said in zip(together, alone, strict=True):
+            assert one.tokens == said[: len(one.tokens)]
+            assert len(one.tokens) > 10
+
+
+@pytest.mark.parametrize("weights", [name for name in POSSIBLE if name != "int4"])
+def test_loading_keeps_the_words_close_and_tells_the_weights(
+    weights: str, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = LongSpec.from_pretrained(tiny_folder, device="cpu", calibrate=False)
+    model = LongSpec.from_pretrained(tiny_folder, device="cpu", weights=weights, calibrate=False)
+    assert all("norm" in name or not one.numel() for name, one in model.target.named_parameters())
+    tokens = torch.randint(49152, (1, 60), generator=torch.Generator().manual_seed(0))
+    scores = []
+    with torch.inference_mode():
+        for target in (plain.target, model.target):
+            pages = Pages.empty(target.config, 4, 16, target.device, target.kv_dtype)
+            tables = torch.arange(1, 5, dtype=torch.int32)[None]
+            scores.append(target.logits(pass_over(target, pages, tables, torch.tensor([0]), tokens)))
+    assert (scores[0] - scores[1]).norm() / scores[0].norm() < 0.1
+    short = ["--json", "--no-calibrate", "--max-new-tokens", "3", "--device", "cpu"]
+    code = exit_code(["generate", "hi", "--target", str(tiny_folder), "--weights", weights, *short])
+    told = json.loads(capsys.readouterr().out)
+    assert (code, told["weights"], told["dtype"]) == (0, weights, "float32")
+    assert exit_code(["info", str(tiny_folder), "--weights", weights, "--device", "cpu", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["weights"] == weights
+    assert facts["needs"]["weights"] < plain.target.config.num_parameters * 4
+
+
+def test_what_cannot_be_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu = torch.device("cpu")
+    assert pick_precision("auto", torch.bfloat16, cpu).weights == "bfloat16"
+    with pytest.raises(
+        UserError, match="weights 'int3' is unknown; there are: auto, float32, float16, bfloat16"
+    ):
+        pick_precision("int3", torch.float32, cpu)
+    with pytest.raises(UserError, match="weights 'int8' do not go with bfloat16 on cuda: there, use auto"):
+        pick_precision("int8", torch.bfloat16, torch.device("cuda"))
+    monkeypatch.setattr(torch.backends.quantized, "engine", "qnnpack")
+    assert exit_code(["generate", "hi", "--weights", "int8", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "weights 'int8': torch has no such products for this processor; use auto" in error
+
+
+def test_weights_that_are_not_finite_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for file in tiny_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"'model.layers.1.mlp.down_proj.weight' has values that are not finite"
+    ):
+        LongSpec.from_pretrained(tmp_path, weights="int8", device="cpu", calibrate=False)

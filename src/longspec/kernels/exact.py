@@ -23,7 +23,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longspec.kernels.attention import (
+    absorb,
     absorb_parts,
+    load_parts,
     padded,
     parts_like,
     query_offsets,
@@ -34,7 +36,7 @@ from longspec.kernels.attention import (
 )
 from longspec.kernels.launch import await_turn, launched, overlap
 from longspec.kernels.pages import check_tables, place_of
-from longspec.kernels.tiling import choose_tiling, copies_tiles, gpu_size, precision
+from longspec.kernels.tiling import choose_tiling, copies_tiles, precision
 
 DEEPEST = 31
 """The depth of trees for which recent keys suffice. A chain may be longer: its keys stand in order."""
@@ -43,8 +45,8 @@ _RECENT = tl.constexpr(64)
 _MOST_PARTS, _LEAST_SHARE = 32, tl.constexpr(256)
 # Folded rows that stand for any number of them.
 _MANY_ROWS = 256
-# Of a program that merges: parts at a time, queries, and numbers of each head's result.
-_AT_ONCE, _MOST_QUERIES, _SLICE = 8, 4, 64
+# Parts that are merged at a time, and numbers of a head's result that one program has.
+_AT_ONCE, _SLICE = 16, 64
 
 
 class Paths(NamedTuple):
@@ -99,13 +101,11 @@ def _absorb(
 def _old_kernel(
     q, k, v, keys, values, positions, lengths, tables, part_out, part_lse, q_b, q_t, q_h, k_h, k_s, v_h, v_s,
     tables_b, num_rows, num_queries, num_parts, depth, heads, group, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, EACH: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, BOXES: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """EACH parts of the old keys, one after the other. Where a tree's queries have two sizes of parts, one
-    size after the other."""
-    tile, problem = tl.program_id(0), tl.program_id(2)
-    first_part = tl.program_id(1) * EACH
+    """One part of the old keys. Where a tree's queries have two sizes of parts, one size after the other."""
+    tile, part, problem = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = problem // heads, problem % heads
     row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     position = tl.load(positions + b * num_queries + row // group, mask=row < num_rows, other=0).to(tl.int32)
@@ -117,46 +117,40 @@ def _old_kernel(
     keys += head.to(tl.int64) * k_h
     values += head.to(tl.int64) * v_h
     await_turn(OVERLAP)
-    if first_part * lowest >= furthest:
+    if part * lowest >= furthest:
         return
     inside = (row < num_rows)[:, None] & (d < D)[None, :]
     rows_at = q + b.to(tl.int64) * q_b + query_offsets(row, head, q_t, q_h, group)
     query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
-    # Up to here all queries count all keys.
-    whole = _border(first_position) // BLOCK_S * BLOCK_S
     size = lowest
     while size <= highest:
-        for part in tl.range(first_part, first_part + EACH):
-            start = part * size
-            end = tl.minimum(start + size, furthest)
-            edge = tl.maximum(tl.minimum(whole, end), start)
-            high = tl.full([BLOCK_R], -float("inf"), tl.float32)
-            totals = tl.zeros([BLOCK_R, 16], tl.float32)
-            acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-            for first in tl.range(start, edge, BLOCK_S):
-                place = tl.load(tables + first // PAGE) * PAGE + first % PAGE
-                key = tile_at(k, keys, k_s, 0, head, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
-                value = tile_at(v, values, v_s, 0, head, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
-                high, totals, acc = _absorb(
-                    query, key, value, row, high, totals, acc, scale, PRECISION, False
-                )  # fmt: skip
-            for first in tl.range(edge, end, BLOCK_S):
-                place = tl.load(tables + first // PAGE) * PAGE + first % PAGE
-                key = tile_at(k, keys, k_s, 0, head, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
-                value = tile_at(v, values, v_s, 0, head, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
-                entry = first + tl.arange(0, BLOCK_S)
-                # Entries behind the prefix may be nan, which a weight of 0 would let through.
-                value = tl.where((entry < furthest)[:, None], value, 0.0)
-                visible = entry[None, :] < border[:, None]
-                high, totals, acc = _absorb(
-                    query, key, value, visible, high, totals, acc, scale, PRECISION, True
-                )  # fmt: skip
-            total = tl.max(totals, 1)  # all columns are equal
-            ours = (row < num_rows) & (share == size) & (start < border)
-            at = (problem.to(tl.int64) * num_parts + part) * num_rows + row
-            result = acc / tl.where(total == 0, 1.0, total)[:, None]
-            tl.store(part_out + at[:, None] * D + d[None, :], result, mask=ours[:, None] & (d < D)[None, :])
-            tl.store(part_lse + at, high + tl.log2(total), mask=ours)
+        start = part * size
+        end = tl.minimum(start + size, furthest)
+        high = tl.full([BLOCK_R], -float("inf"), tl.float32)
+        totals = tl.zeros([BLOCK_R, 16], tl.float32)
+        acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+        # Up to here all queries count all keys.
+        edge = tl.maximum(tl.minimum(_border(first_position) // BLOCK_S * BLOCK_S, end), start)
+        for first in tl.range(start, edge, BLOCK_S):
+            place = tl.load(tables + first // PAGE) * PAGE + first % PAGE
+            key = tile_at(k, keys, k_s, 0, head, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
+            value = tile_at(v, values, v_s, 0, head, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
+            high, totals, acc = _absorb(query, key, value, row, high, totals, acc, scale, PRECISION, False)
+        for first in tl.range(edge, end, BLOCK_S):
+            place = tl.load(tables + first // PAGE) * PAGE + first % PAGE
+            key = tile_at(k, keys, k_s, 0, head, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
+            value = tile_at(v, values, v_s, 0, head, place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
+            entry = first + tl.arange(0, BLOCK_S)
+            # Entries behind the prefix may be nan, which a weight of 0 would let through.
+            value = tl.where((entry < furthest)[:, None], value, 0.0)
+            visible = entry[None, :] < border[:, None]
+            high, totals, acc = _absorb(query, key, value, visible, high, totals, acc, scale, PRECISION, True)
+        total = tl.max(totals, 1)  # all columns are equal
+        ours = inside & ((share == size) & (start < border))[:, None]
+        place = (problem.to(tl.int64) * num_parts + part) * num_rows + row
+        result = acc / tl.where(total == 0, 1.0, total)[:, None]
+        tl.store(part_out + place[:, None] * D + d[None, :], result, mask=ours)
+        tl.store(part_lse + place, high + tl.log2(total), mask=(share == size) & (row < num_rows))
         size *= 2
 
 
@@ -166,57 +160,42 @@ def _recent_kernel(
     q, k, v, positions, nodes, lengths, tables, part_out, part_lse, out, lse,
     q_b, q_t, q_h, k_h, k_s, v_h, v_s, tables_b, nodes_b, nodes_t,
     num_rows, num_queries, num_parts, depth, heads, group, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, BLOCK_G: tl.constexpr,
-    SLICE: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, SLICE: tl.constexpr, PARTS: tl.constexpr,
+    PAGE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """SLICE numbers of the results of QUERIES queries: from their recent keys, while the other launch runs,
-    and then from the parts of the old ones.
-
-    The keys of these queries stand side by side, and each query counts its own.
-    """
-    problem = tl.program_id(1).to(tl.int64)
+    """SLICE numbers of one query's result: from the recent keys, while the other launch runs, and then from
+    the parts of the old ones."""
+    t, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, head = problem // heads, problem % heads
-    positions += b * num_queries
-    length = tl.load(lengths + b).to(tl.int32)
-    i, d = tl.arange(0, QUERIES * BLOCK_G), tl.arange(0, BLOCK_D)
+    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     ours = tl.program_id(2) * SLICE + tl.arange(0, SLICE)
-    t = tl.program_id(0) * QUERIES + i // BLOCK_G
-    real = (t < num_queries) & (i % BLOCK_G < group)
-    row = tl.where(real, t * group + i % BLOCK_G, num_rows)
+    row = tl.where(g < group, t * group + g, num_rows)
     rows_at = q + b * q_b + query_offsets(row, head, q_t, q_h, group)
-    query = tl.load(rows_at[:, None] + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
-    position = tl.load(positions + t, mask=real, other=0).to(tl.int32)
-
-    j = tl.arange(0, QUERIES * _RECENT)
-    owner = tl.program_id(0) * QUERIES + j // _RECENT
-    until = tl.load(positions + owner, mask=owner < num_queries, other=-1).to(tl.int32)
-    key_position = _border(until) + j % _RECENT
-    there = key_position <= until
+    wanted = (row < num_rows)[:, None] & (d < D)[None, :]
+    query = tl.load(rows_at[:, None] + d[None, :], mask=wanted, other=0.0)
+    position = tl.load(positions + b * num_queries + t).to(tl.int32)
+    length = tl.load(lengths + b).to(tl.int32)
+    border, share = _border(position), _share(position)
+    key_position = border + tl.arange(0, _RECENT)
+    visible = key_position <= position
     level = key_position - length
-    node = tl.load(nodes + b * nodes_b + owner * nodes_t + level, mask=there & (level >= 0), other=0)
+    node = tl.load(nodes + b * nodes_b + t * nodes_t + level, mask=visible & (level >= 0), other=0)
     entry = tl.where(level >= 0, length + node.to(tl.int32), key_position)
-    place = place_of(tables + b * tables_b, entry, there, PAGE)
-    mask = there[:, None] & (d < D)[None, :]
+    place = place_of(tables + b * tables_b, entry, visible, PAGE)
+    mask = visible[:, None] & (d < D)[None, :]
     key = tl.load(k + head * k_h + (place * k_s)[:, None] + d[None, :], mask=mask, other=0.0)
-    mask = there[:, None] & (ours < D)[None, :]
+    mask = visible[:, None] & (ours < D)[None, :]
     value = tl.load(v + head * v_h + (place * v_s)[:, None] + ours[None, :], mask=mask, other=0.0)
-    visible = there[None, :] & (owner[None, :] == t[:, None])
-    high = tl.full([QUERIES * BLOCK_G], -float("inf"), tl.float32)
-    totals = tl.zeros([QUERIES * BLOCK_G, 16], tl.float32)
-    acc = tl.zeros([QUERIES * BLOCK_G, SLICE], tl.float32)
-    high, totals, acc = _absorb(query, key, value, visible, high, totals, acc, scale, PRECISION, True)
-    total = tl.max(totals, 1)
-
+    high = tl.full([BLOCK_G], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, SLICE], tl.float32)
+    high, total, acc = absorb(
+        query, key, value, visible[None, :], high, total, acc, scale, PRECISION, True
+    )  # fmt: skip
     await_turn(OVERLAP)
-    count = tl.cdiv(_border(position), _share(position))
-    for first in tl.range(0, tl.max(count, 0), PARTS):
-        part = first + tl.arange(0, PARTS)
-        at = (problem * num_parts + part)[:, None] * num_rows + row[None, :]
-        mask = part[:, None] < count[None, :]
-        lses = tl.load(part_lse + at, mask=mask, other=-float("inf"))
-        mask = mask[:, :, None] & (ours < D)[None, None, :]
-        outs = tl.load(part_out + at[:, :, None] * D + ours[None, None, :], mask=mask, other=0.0)
+    at, count = problem * num_parts, tl.cdiv(border, share)
+    for first in tl.range(0, count, PARTS):
+        lses, outs = load_parts(part_out, part_lse, first, count, at, row, num_rows, ours, D, PARTS)
         high, total, acc = absorb_parts(lses, outs, high, total, acc)
     write_rows(out, lse, b, head, row, ours, high, total, acc, num_rows, heads, group, D)
 
@@ -242,25 +221,15 @@ def attend_exactly(
     strides = (*q.stride()[:3], *k.stride()[:2], *v.stride()[:2], tables.stride(0))
     positions, nodes = paths.positions.contiguous(), paths.nodes
     sizes = (num_rows, T, num_parts, nodes.shape[2] - 1, K, H // K, score_scale(D))
-    num_tiles, each = triton.cdiv(num_rows, tiling.num_rows), 1
-    if num_parts == _MOST_PARTS:
-        # Of a long text half of the parts are there at least: as many programs as run at once.
-        sms, shared = gpu_size(q.device)
-        at_once = sms * max(1, shared // tiling.num_bytes(D, q.dtype))
-        each = min(4, triton.cdiv(num_tiles * B * K * _MOST_PARTS // 2, at_once))
-    _old_kernel[(num_tiles, triton.cdiv(num_parts, each), B * K)](
+    _old_kernel[(triton.cdiv(num_rows, tiling.num_rows), num_parts, B * K)](
         q, *tiles, k, v, positions, lengths, tables, part_out, part_lse, *strides, *sizes, **shape,
-        BLOCK_R=tiling.num_rows, BLOCK_S=block, EACH=each, BOXES=boxes,
+        BLOCK_R=tiling.num_rows, BLOCK_S=block, BOXES=boxes,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlap(q.device),
     )  # fmt: skip
-    heads = triton.next_power_of_2(H // K)
-    # Of the interpreter's tiles one size again.
-    most = min(_MOST_QUERIES, 16 // heads, T) if q.is_cuda else 1
-    queries = 1 << max(0, most.bit_length() - 1)
-    _recent_kernel[(triton.cdiv(T, queries), B * K, triton.cdiv(D, _SLICE))](
+    _recent_kernel[(T, B * K, triton.cdiv(D, _SLICE))](
         q, k, v, positions, nodes, lengths, tables, part_out, part_lse, out, lse,
         *strides, *nodes.stride()[:2], *sizes, **shape,
-        QUERIES=queries, BLOCK_G=max(heads, 16 // queries), SLICE=_SLICE, PARTS=_AT_ONCE,
+        BLOCK_G=max(16, triton.next_power_of_2(H // K)), SLICE=_SLICE, PARTS=_AT_ONCE,
         num_warps=4, num_stages=1, **overlap(q.device),
     )  # fmt: skip
     return out, lse

@@ -100,7 +100,7 @@ def test_what_is_broken_is_named(tmp_path: Path) -> None:
     draft = fresh(target)
     draft.ffn_norm.weight.data[0] = torch.nan
     save_draft(draft, tmp_path, Fingerprint.of(target), "tiny")
-    with pytest.warns(UserWarning, match=r"not finite in ffn_norm.weight"):
+    with pytest.warns(UserWarning, match=r"ffn_norm.weight that are not finite"):
         load_draft(tmp_path, target, "tiny")
     config = json.loads((tmp_path / "config.json").read_text())
     config["draft"]["hyperdrive"] = 1

@@ -54,9 +54,15 @@ ZERO3 = ("deepspeed=zero3", "+deepspeed.config.zero_optimization.stage3_param_pe
 @pytest.mark.parametrize(
     ("name", "launcher", "more", "accumulation"),
     [
-        ("zero1", "deepspeed", (), 2),
+        pytest.param("zero1", "deepspeed", (), 2, marks=pytest.mark.full),
         ("zero3", "torchrun", ZERO3, 2),
-        ("tensor-parallel", "torchrun", ("target.tp_size=2", "logger=wandb_offline"), 4),
+        pytest.param(
+            "tensor-parallel",
+            "torchrun",
+            ("target.tp_size=2", "logger=wandb_offline"),
+            4,
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_two_processes_learn_exactly_what_one_does(

@@ -99,7 +99,8 @@ def kill_all(pid: int) -> None:
             one.kill()
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(home: Path, unbroken: Path, processes: int) -> None:
     name = f"killed-{processes}"
     wanted = settings(home, name, accumulation=4 // processes)

@@ -210,9 +210,7 @@ class Device:
 
     def _describe(self, pieces: Sequence[PromptPart], size: int) -> Segments:
         """The segments that a graph of this size reads, filled with these."""
-        if size not in self._segments:
-            self._segments[size] = Segments.empty(size, self._fill_tables)
-        work, spare = self._segments[size], self.max_rows
+        work, spare = self._segments_of(size), self.max_rows
         padding = [[spare, 0, 0, spare]] * (size - len(pieces))
         facts = [[p.slot, p.start, p.count, p.slot if p.is_end else spare] for p in pieces] + padding
         numbers = self._send(facts).T
@@ -256,11 +254,14 @@ class Device:
             self.slots.active[:size] = self._send(wanted)
             self._active[:size] = wanted
 
-    def segments_work(self, size: int, sampled: bool) -> Work:
-        """What takes in so many segments of prompts."""
+    def _segments_of(self, size: int) -> Segments:
         if size not in self._segments:
             self._segments[size] = Segments.empty(size, self._fill_tables)
-        work = self._segments[size]
+        return self._segments[size]
+
+    def segments_work(self, size: int, sampled: bool) -> Work:
+        """What takes in so many segments of prompts."""
+        work = self._segments_of(size)
         return ("segments", size, sampled), partial(take_segments, self.models, self.slots, work, sampled)
 
     def ring_work(self, size: int) -> Work:
@@ -271,9 +272,12 @@ class Device:
 
     def round_work(self, method: Method, size: int, sampled: bool) -> Work:
         """A round over the first rows."""
-        return (method, size, sampled), partial(
-            run_round, self.models, self.slots.first(size), method, sampled
-        )
+
+        def launch() -> None:
+            # The views of the first rows are made here, because a replay does not need them.
+            run_round(self.models, self.slots.first(size), method, sampled)
+
+        return (method, size, sampled), launch
 
     def _run(self, work: Work) -> None:
         """Do the work: by a replay, recorded the first time, where that can be."""

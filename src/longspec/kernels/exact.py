@@ -8,8 +8,8 @@ how many nodes, rows or programs there are, nor from where the prefix ends and t
   a key that a query does not count has weight 0, which changes no bit.
 - Recent keys, the last 32 to 63, are gathered in the order of positions: from the prefix, then from the
   nodes on the path to the query, wherever these stand.
-- Sums over keys are products by tensor cores, whose order does not depend on the number of queries in a tile;
-  that of a plain sum does.
+- The sum of the weights is a product with ones on the tensor cores, because there the order of additions does
+  not depend on the number of queries in a tile. With `tl.sum` it does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DEEPEST = 31
 _RECENT = tl.constexpr(64)
 # A text of 4,096 tokens or more has 16 to 32 parts.
 _MOST_PARTS, _LEAST_SHARE = 32, tl.constexpr(256)
-# Folded rows that stand for any number of them.
+# The tile size is chosen for this many folded rows, however many there are.
 _MANY_ROWS = 256
 # Parts that are merged at a time, and numbers of a head's result that one program has.
 _AT_ONCE, _SLICE = 16, 64

@@ -64,7 +64,7 @@ def _graft_kernel(
     score = tl.log(1 - doubt / (runs * runs))
     further = tl.log(1 - fade / runs)
     for step in tl.range(0, num_added):
-        # At the end of the text, start again at the match, so that a loop is continued as a loop.
+        # Past the end of the text, continue from the match again, because then the text is a loop.
         follower = tl.load(text + b * text_b + begin + step % period, mask=found > 0, other=0)
         child = tl.min(tl.where(real & (parent == node) & (token == follower), index, NODES), 0)
         there, here = (found > 0) & (child < NODES), (num_drafted + step).to(tl.int64)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from longspec.errors import UserError, check_known
-from longspec.models.layers import Linear, replace_linears
+from longspec.models.layers import CpuLinear, Linear, replace_linears
 
 DRAFT_DTYPES = ("auto", "int8", "target")
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(CpuLinear):
     """A frozen `Linear` on the CPU: int8 weights with one scale per row; inputs are rounded at each call."""
 
     def __init__(self, linear: Linear) -> None:
@@ -42,16 +42,6 @@ class Int8Linear(nn.Module):
         # The kernel refuses nan, which a broken draft may compute; a draft may propose anything.
         result: Tensor = torch.ops.quantized.linear_dynamic(x.nan_to_num(), self._packed)
         return result
-
-    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
-        """The product of x [..., in] added to `total` [..., out]."""
-        return total + self(x)
-
-    def covers(self, x: Tensor) -> bool:
-        return False
-
-    def folds(self, num_rows: int) -> bool:
-        return False
 
 
 TINY = torch.finfo(torch.float32).tiny

@@ -94,7 +94,21 @@ class Linear(nn.Linear):
         return few_rows(x, self.weight, self.bias, **around)
 
 
-class PackedLinear(nn.Module):
+class CpuLinear(nn.Module):
+    """The common part of a `Linear`'s forms for the CPU, whose product no GPU kernel computes."""
+
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+        """The product of x [..., in] added to `total` [..., out]."""
+        return total + self(x)
+
+    def covers(self, x: Tensor) -> bool:
+        return False
+
+    def folds(self, num_rows: int, exact: bool) -> bool:
+        return False
+
+
+class PackedLinear(CpuLinear):
     """A frozen fp32 `Linear` on the CPU, its weight in oneDNN's blocked layout.
 
     Decoding on a CPU takes as long as reading the weights. This layout is read about twice as fast as a plain
@@ -128,20 +142,10 @@ class PackedLinear(nn.Module):
         padded = F.pad(x.reshape(rows, -1), (0, 0, 0, self.MIN_ROWS - rows))
         return self._apply_packed(padded)[:rows].view(*x.shape[:-1], self.num_out)
 
-    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
-        """The product of x [..., in] added to `total` [..., out]."""
-        return total + self(x)
-
     def weight_rows(self, ids: Tensor | None) -> Tensor:
         """Rows of the weight; all of them for None."""
         weight = self.weight.to_dense()
         return weight if ids is None else weight[ids]
-
-    def covers(self, x: Tensor) -> bool:
-        return False
-
-    def folds(self, num_rows: int, exact: bool) -> bool:
-        return False
 
     def _apply_packed(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")

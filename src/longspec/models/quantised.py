@@ -1,8 +1,9 @@
 """A target's weights in fewer bytes, on a CPU: forms of a `Linear` and of the embedding.
 
-Decoding one sequence is reading weights. All forms say of a row what they say of that row alone, bit by bit,
-so that a tree's node has the numbers of a vanilla step: rows are rounded by themselves, sums of integers have
-no order, and torch's other kernels add each row in the same order whatever is beside it.
+Decoding one sequence takes as long as reading the weights. The product of a row has the same bits in any
+batch, so a tree's node gets the numbers of a vanilla step. The reasons: each row is rounded by its own scale,
+the order of integer sums does not matter, and torch's other kernels add each row in the same order in any
+batch.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspec.models.int8 import TINY, has_int8_products, has_vnni, pack_int8
-from longspec.models.layers import Linear
+from longspec.models.layers import CpuLinear, Linear
 
 GROUP = 32
 """Weights of a row that share an int4 scale and zero; as in a GGUF."""
 
 
-class RoundedLinear(nn.Module):
-    """A frozen `Linear` on the CPU with rounded weights, whose rows come and go in fp32."""
+class RoundedLinear(CpuLinear):
+    """A frozen `Linear` on the CPU with rounded weights. Its input and its result are fp32."""
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
@@ -37,10 +38,6 @@ class RoundedLinear(nn.Module):
         product = product if self.bias is None else product.add_(self.bias)
         return product.view(*x.shape[:-1], self.num_out)
 
-    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
-        """The product of x [..., in] added to `total` [..., out]."""
-        return total + self(x)
-
     def multiply(self, rows: Tensor) -> Tensor:
         """The product of rows [R, in] alone."""
         raise NotImplementedError
@@ -48,12 +45,6 @@ class RoundedLinear(nn.Module):
     def weight_rows(self, ids: Tensor | None) -> Tensor:
         """Rows of the weight as they are used, in fp32; all of them for None."""
         raise NotImplementedError
-
-    def covers(self, x: Tensor) -> bool:
-        return False
-
-    def folds(self, num_rows: int) -> bool:
-        return False
 
 
 class Fp16Linear(RoundedLinear):
@@ -132,9 +123,9 @@ class Int8TargetLinear(RoundedLinear):
 
 
 class Int4Linear(RoundedLinear):
-    """Weights in 4 bits, of which every 32 have a bf16 scale and zero; rows in bf16.
+    """4-bit weights; every 32 of them share a bf16 scale and a bf16 zero. The input is rounded to bf16.
 
-    A GGUF's own groups of 16 evenly spaced values come out as they are, but for the scale's bits.
+    The 4-bit values of a GGUF are kept; only its scales are rounded.
     """
 
     def __init__(self, linear: Linear) -> None:
@@ -200,15 +191,15 @@ _INT4_PRODUCT = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
 
 def has_fp16_products() -> bool:
-    """Whether torch has them for this processor."""
+    """Whether torch has fp16 products for this processor."""
     return torch.backends.quantized.engine in ("x86", "fbgemm")
 
 
 def has_bf16_products() -> bool:
-    """The same of bf16."""
+    """Whether torch has bf16 products for this processor."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def has_int4_products() -> bool:
-    """The same of int4; the head is int8."""
+    """Whether torch has int4 products for this processor, and int8 ones for the head."""
     return has_int8_products() and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")

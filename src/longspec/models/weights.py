@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longspec.config import ModelConfig
-from longspec.errors import UserError
+from longspec.errors import UserError, check_known
 from longspec.models.int8 import has_int8_products
 from longspec.models.layers import LinearForm, PackedLinear, replace_linears
 from longspec.models.quantised import (
@@ -59,7 +59,7 @@ WEIGHTS = ("auto", "float32", *ROUNDINGS)
 
 @dataclass(frozen=True)
 class Precision:
-    """Of a target: what it computes in, and what its weights are kept in."""
+    """The dtype that a target computes in, and the form of its weights."""
 
     dtype: torch.dtype
     rounding: Rounding | None = None
@@ -74,8 +74,9 @@ class Precision:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Of keys and values. Where products round what they read, a last bit that differs becomes a whole
-        step; so attention runs in fp64 there, where the order of its sums does not reach the fp32 result."""
+        """The dtype of keys and values. If products round their input, a difference in the last bit can grow
+        to a whole rounding step. So attention then runs in fp64, where the order of its sums does not change
+        the fp32 result."""
         return torch.float64 if self.rounding and self.rounding.rounds_rows else self.dtype
 
     def weight_bytes(self, config: ModelConfig, device: torch.device) -> int:
@@ -91,8 +92,7 @@ class Precision:
 
 def pick_precision(weights: str, dtype: torch.dtype, device: torch.device) -> Precision:
     """What `weights` asks for; "auto" leaves them as the file says, in `dtype`."""
-    if weights not in WEIGHTS:
-        raise UserError(f"weights {weights!r} is unknown; there are: {', '.join(WEIGHTS)}")
+    check_known("weights", weights, WEIGHTS)
     plain = Precision(dtype)
     if weights in ("auto", plain.weights):
         return plain

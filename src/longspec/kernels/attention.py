@@ -35,21 +35,27 @@ _UNBOUNDED = 2**31 - 1
 
 
 @triton.jit
-def absorb(
-    q, k, v, visible, high, total, acc, scale, PRECISION: tl.constexpr, MASKED: tl.constexpr
-) -> tl.tuple:  # fmt: skip
-    """Add one tile of keys (online softmax in base 2): `high` is the largest score so far, times `scale`."""
+def weigh(q, k, visible, high, scale, PRECISION: tl.constexpr, MASKED: tl.constexpr) -> tl.tuple:
+    """The weights of one tile of keys (online softmax in base 2): the largest score with this tile, times
+    `scale`, the weights relative to it, and the factor for what was summed relative to `high`."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(visible, scores, -float("inf"))
     higher = tl.maximum(high, tl.max(scores, 1) * scale)
     # For a row that has seen nothing yet, -inf - -inf would be nan.
     base = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher
-    weights = tl.exp2(scores * scale - base[:, None])
-    fade = tl.exp2(high - base)
+    return higher, tl.exp2(scores * scale - base[:, None]), tl.exp2(high - base)
+
+
+@triton.jit
+def absorb(
+    q, k, v, visible, high, total, acc, scale, PRECISION: tl.constexpr, MASKED: tl.constexpr
+) -> tl.tuple:  # fmt: skip
+    """Add one tile of keys: `high` is the largest score so far, times `scale`."""
+    high, weights, fade = weigh(q, k, visible, high, scale, PRECISION, MASKED)
     total = total * fade + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-    return higher, total, acc
+    return high, total, acc
 
 
 @triton.jit

@@ -47,9 +47,8 @@ _MOST_PARTS, _LEAST_SHARE = 32, tl.constexpr(256)
 _MANY_ROWS = 256
 # Columns of ones, of which `tl.dot` needs some; all columns of the product are the same sum.
 _ONES = tl.constexpr(8)
-# Parts that are loaded at a time, times the width of a head.
-_AT_ONCE = 512
-_MERGING_WARPS = 4
+# Parts that are loaded at a time.
+_AT_ONCE = 4
 
 
 class Paths(NamedTuple):
@@ -256,7 +255,7 @@ def attend_exactly(
     _recent_kernel[(T, B * K)](
         q, k, v, positions, nodes, lengths, tables, part_acc, part_sums, out, lse,
         *strides, *nodes.stride()[:2], *sizes, **shape,
-        BLOCK_G=max(16, triton.next_power_of_2(H // K)), PARTS=max(1, _AT_ONCE // width),
-        num_warps=_MERGING_WARPS, num_stages=1, **overlap(q.device),
+        BLOCK_G=max(16, triton.next_power_of_2(H // K)), PARTS=_AT_ONCE,
+        num_warps=4, num_stages=1, **overlap(q.device),
     )  # fmt: skip
     return out, lse

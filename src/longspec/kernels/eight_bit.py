@@ -7,6 +7,8 @@ rows are read in parts, of which several are on their way at a time.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,8 +18,28 @@ from longspec.kernels.launch import await_turn, launched, overlap
 from longspec.kernels.products import add_rounded, silu_gate
 from longspec.kernels.tiling import gpu_size
 
-# The longest row in one tile, and how much of a longer one is read at a time.
-_WHOLE, _PART = 4096, 1024
+# The longest row in one tile.
+_WHOLE = 4096
+
+
+class RowTile(NamedTuple):
+    """A program's share of the product of one row."""
+
+    num_cols: int
+    """Halved where a gate is computed, too."""
+    depth: int
+    """How much of a row that is longer than one tile is read at a time."""
+    num_stages: int
+    """How many such reads are in flight."""
+    num_warps: int
+
+
+def row_tile(num_in: int, num_out: int, device: torch.device) -> RowTile:
+    """Each program reads x, so it has many columns where there are enough for all multiprocessors."""
+    if num_in > _WHOLE:
+        return RowTile(8, 1024, 4, 4)
+    wide = num_in > _WHOLE // 2 and num_out >= 16 * gpu_size(device)[0]
+    return RowTile(16, _WHOLE, 1, 8) if wide else RowTile(8, _WHOLE, 1, 4)
 
 
 @triton.jit
@@ -118,17 +140,16 @@ def one_row_of_bytes(
     num_out, num_in = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty(*x.shape[:-1], num_out, dtype=dtype or x.dtype, device=x.device)
     run = 0 if scales.shape[1] == 1 else num_in // scales.shape[1]
-    whole = num_in <= _WHOLE
-    depth = max(triton.next_power_of_2(num_in) if whole else _PART, run)
-    # Each program reads x, so a program has more columns where there are enough for all multiprocessors.
-    wide = whole and depth == _WHOLE and num_out >= 16 * gpu_size(x.device)[0]
-    cols = (16 if wide else 8) // (2 if gated else 1)
+    tile = row_tile(num_in, num_out, x.device)
+    depth, cols = max(tile.depth, run), tile.num_cols // (2 if gated else 1)
+    if whole := num_in <= depth:
+        depth = triton.next_power_of_2(num_in)
     byte_row_kernel[(triton.cdiv(num_out, cols),)](
         x, x if norm is None else norm[0], weight, scales, x if bias is None else bias,
         x if residual is None else residual.contiguous(), out, num_in, num_out,
         0.0 if norm is None else norm[1],
-        COLS=cols, DEPTH=depth, STAGES=4, RUN=run, WHOLE=whole, NORM=norm is not None, GATED=gated,
-        BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=8 if wide else 4,
-        **overlap(x.device),
+        COLS=cols, DEPTH=depth, STAGES=tile.num_stages, RUN=run, WHOLE=whole,
+        NORM=norm is not None, GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None,
+        num_warps=tile.num_warps, **overlap(x.device),
     )  # fmt: skip
     return out

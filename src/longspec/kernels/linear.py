@@ -119,7 +119,7 @@ def _several_rows(
     run = 0 if scales is None or scales.shape[1] == 1 else num_in // scales.shape[1]
     tile = _tile(num_rows, weight, gated, exact)
     if scales is not None:
-        tile = _tile_of_bytes(num_rows, weight, value.dtype, gated, exact, run)
+        tile = tile_of_bytes(num_rows, weight, value.dtype, gated, exact, run)
     grid = (triton.cdiv(num_out, tile.num_cols), triton.cdiv(num_rows, tile.num_rows))
     made = triton.cdiv(num_out, GROUP.value) if exact else grid[0]
     ahead = None if factor is None else Ahead.empty(factor, out, made)
@@ -155,7 +155,7 @@ def _several_rows(
 
 
 @dataclass(frozen=True)
-class _Tile:
+class Tile:
     """A program's share of a product."""
 
     num_rows: int
@@ -171,7 +171,7 @@ class _Tile:
     """Whether the hardware copies whole tiles."""
 
 
-def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> _Tile:
+def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
     """The tile that was fastest on an H200, reduced to what the GPU can hold.
 
     If `exact`, the depth is not split, and the interpreter has one tile for any number of rows: the bits of
@@ -184,29 +184,29 @@ def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> _Tile:
     # If all tiles of 32 columns run at once, each needs more reads in flight.
     few, deep = weight.shape[0] <= 32 * sms, weight.shape[1] > 1024
     if weight.dtype == torch.float32:
-        tile = _Tile(rows, 16, 32, 4, 4)
+        tile = Tile(rows, 16, 32, 4, 4)
     elif exact and num_rows > MOST_ROWS:
-        tile = _Tile(128, 128, 64, 3, 8, boxes=copies_tiles(weight.device))
+        tile = Tile(128, 128, 64, 3, 8, boxes=copies_tiles(weight.device))
     elif exact and rows == 16:
-        tile = _Tile(16, 32, 256, 4, 4)
+        tile = Tile(16, 32, 256, 4, 4)
     elif _is_small(weight) and rows == 16:
-        tile = _Tile(16, 16, 128 if deep else 64, 4, 4, num_splits=4)
+        tile = Tile(16, 16, 128 if deep else 64, 4, 4, num_splits=4)
     # Copies by the hardware skip rows that do not exist, but take longer to start.
     elif _is_small(weight) and copies_tiles(weight.device) and (deep or rows == 32):
-        tile = _Tile(64, 16, 256, 5, 4, boxes=True) if deep else _Tile(64, 16, 128, 4, 4, boxes=True)
+        tile = Tile(64, 16, 256, 5, 4, boxes=True) if deep else Tile(64, 16, 128, 4, 4, boxes=True)
     elif _is_small(weight):
-        tile = _Tile(rows, 16, 128, 4, 4)
+        tile = Tile(rows, 16, 128, 4, 4)
     elif rows == 16:
-        tile = _Tile(16, 32, 256, 6 if few else 4, 4)
+        tile = Tile(16, 32, 256, 6 if few else 4, 4)
     else:
-        tile = _Tile(rows, 32, 128, 6, 4) if few else _Tile(rows, 64, 128, 4, 4)
+        tile = Tile(rows, 32, 128, 6, 4) if few else Tile(rows, 64, 128, 4, 4)
     stage = (tile.num_rows + tile.num_cols * (2 if gated else 1)) * tile.depth * tile.num_splits
     return replace(tile, num_stages=max(1, min(tile.num_stages, shared // (stage * weight.itemsize))))
 
 
-def _tile_of_bytes(
+def tile_of_bytes(
     num_rows: int, weight: Tensor, dtype: torch.dtype, gated: bool, exact: bool, run: int
-) -> _Tile:
+) -> Tile:
     """As `_tile`, for weights of 8 bits that are multiplied in `dtype`.
 
     More than 16 rows are read by every tile of columns and have twice the bytes of as many weights, so tiles
@@ -218,15 +218,15 @@ def _tile_of_bytes(
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     few = weight.shape[0] <= 32 * sms
     if dtype == torch.float32:
-        tile = _Tile(rows, 16, 32, 4, 4)
+        tile = Tile(rows, 16, 32, 4, 4)
     elif num_rows > MOST_ROWS:
-        tile = _Tile(128, 64 if gated or run else 128, 64, 4, 8)
+        tile = Tile(128, 64 if gated or run else 128, 64, 4, 8)
     elif _is_small(weight):
-        tile = _Tile(rows, 16, 128, 4, 4)
+        tile = Tile(rows, 16, 128, 4, 4)
     elif rows == 16:
-        tile = _Tile(16, 32, 256, 8 if few else 5, 4)
+        tile = Tile(16, 32, 256, 8 if few else 5, 4)
     else:
-        tile = _Tile(rows, 32, 256, 5, 4) if few else _Tile(rows, 64, 128, 5, 4)
+        tile = Tile(rows, 32, 256, 5, 4) if few else Tile(rows, 64, 128, 5, 4)
     depth = min(tile.depth, run or tile.depth)
     num_cols = tile.num_cols * (2 if gated else 1)
     stage = (tile.num_rows * dtype.itemsize + num_cols) * depth

@@ -1,4 +1,4 @@
-"""Which tiles are fastest for products with weights of 8 bits, on a GPU: `python -m benchmarks.eight_bit_tiles`.
+"""Which tiles are fastest for products with weights of 8 bits: `python -m benchmarks.eight_bit_tiles`.
 
 Each product of a Llama-3-8B layer, and its head, with 1, 16 and 64 rows. A chain of products with different
 matrices, together larger than the GPU's cache, runs as a CUDA graph. The tile in use is the first line.
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from longspec.kernels import eight_bit, linear
 from longspec.kernels.eight_bit import RowTile
+from longspec.kernels.launch import compile_for
 from longspec.kernels.linear import Tile, few_rows
 from longspec.kernels.norm import Residual
 from longspec.models.eight_bit import KINDS
@@ -51,11 +53,12 @@ ROW_TILES = tuple(
     RowTile(cols, depth, stages, warps)
     for cols, depth, stages, warps in (
         (16, 4096, 1, 8), (8, 4096, 1, 4), (8, 4096, 1, 8), (4, 4096, 1, 4), (16, 4096, 1, 16),
-        (8, 1024, 4, 4), (8, 1024, 6, 4), (16, 1024, 4, 8), (16, 1024, 4, 4), (4, 2048, 4, 4), (8, 2048, 3, 8),
+        (8, 1024, 4, 4), (8, 1024, 6, 4), (16, 1024, 4, 8), (16, 1024, 4, 4),
+        (4, 2048, 4, 4), (8, 2048, 3, 8),
     )
 )  # fmt: skip
 TILES = tuple(
-    Tile(0, cols, depth, stages, warps)
+    RowTile(cols, depth, stages, warps)
     for cols, depth, stages, warps in (
         (32, 256, 8, 4), (32, 256, 5, 4), (32, 256, 4, 8), (32, 512, 3, 4), (32, 128, 8, 4), (32, 128, 6, 8),
         (64, 128, 5, 4), (64, 128, 6, 8), (64, 256, 3, 4), (64, 256, 3, 8), (16, 512, 4, 4), (16, 256, 6, 4),
@@ -85,36 +88,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print_product(
     product: Product, kind: torch.dtype, num_rows: int, device: torch.device, show: int
 ) -> None:
-    chain = Chain(product, kind, num_rows, device)
+    chain, tiles = Chain(product, kind, num_rows, device), ROW_TILES if num_rows == 1 else TILES
+    if device.type == "cuda":
+        compile_for(partial(chain.run_with, tile) for tile in tiles)
     found = [("in use", chain.seconds())]
-    for tile in ROW_TILES if num_rows == 1 else TILES:
+    for tile in tiles:
         with using(tile, num_rows):
             try:
-                found.append((str(tuple(tile)[-4:] if num_rows == 1 else _told(tile)), chain.seconds()))
+                found.append((", ".join(map(str, tile)), chain.seconds()))
             except Exception as error:  # registers or shared memory are not enough for this tile
                 print(f"{product.name}, {num_rows} rows, {tile}: {str(error)[:80]}", file=sys.stderr)
     for name, seconds in [found[0], *sorted(found[1:], key=lambda one: one[1])[:show]]:
         rate = product.num_in * product.num_out / seconds / 1e12
-        told = str(kind).removeprefix("torch.")
-        print(
-            f"| {told} | {product.name} | {num_rows} | {name} | {1e6 * seconds:.1f} | {rate:.2f} |",
-            flush=True,
-        )
-
-
-def _told(tile: Any) -> tuple[int, ...]:
-    return tile.num_cols, tile.depth, tile.num_stages, tile.num_warps
+        told = f"{str(kind).removeprefix('torch.')} | {product.name} | {num_rows} | {name}"
+        print(f"| {told} | {1e6 * seconds:.1f} | {rate:.2f} |", flush=True)
 
 
 @contextmanager
-def using(tile: Any, num_rows: int) -> Iterator[None]:
+def using(tile: RowTile, num_rows: int) -> Iterator[None]:
     """All products have this tile."""
     if num_rows == 1:
         module: Any = eight_bit
         name, chosen = "row_tile", lambda *sizes: tile
     else:
         rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-        own = Tile(rows, *_told(tile))
+        own = Tile(rows, tile.num_cols, tile.depth, tile.num_stages, tile.num_warps)
         module, name, chosen = linear, "tile_of_bytes", lambda *sizes: own
     before = getattr(module, name)
     setattr(module, name, chosen)
@@ -128,7 +126,7 @@ class Chain:
     """A product again and again, each time with other weights."""
 
     def __init__(self, product: Product, kind: torch.dtype, num_rows: int, device: torch.device) -> None:
-        self._product, self._device = product, device
+        self._product, self._device, self._num_rows = product, device, num_rows
         num_bytes = product.num_in * product.num_out
         count = max(2, _CACHE // num_bytes) if device.type == "cuda" else 1
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -151,6 +149,11 @@ class Chain:
         with torch.cuda.graph(graph):
             self._run()
         return statistics.median(_on_gpu(graph.replay) for _ in range(_REPLAYS)) / len(self._weights)
+
+    def run_with(self, tile: RowTile) -> None:
+        """One product with this tile."""
+        with using(tile, self._num_rows):
+            self._multiply(self._weights[0])
 
     def _run(self) -> None:
         for weight in self._weights:

@@ -107,15 +107,11 @@ def _print_product(
 @contextmanager
 def using(tile: RowTile, num_rows: int) -> Iterator[None]:
     """All products have this tile."""
-    if num_rows == 1:
-        module: Any = eight_bit
-        name, chosen = "row_tile", lambda *sizes: tile
-    else:
-        rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-        own = Tile(rows, tile.num_cols, tile.depth, tile.num_stages, tile.num_warps)
-        module, name, chosen = linear, "tile_of_bytes", lambda *sizes: own
+    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    own: Any = tile if num_rows == 1 else Tile(rows, *tile)
+    module, name = (eight_bit, "row_tile") if num_rows == 1 else (linear, "tile_of_bytes")
     before = getattr(module, name)
-    setattr(module, name, chosen)
+    setattr(module, name, lambda *sizes: own)
     try:
         yield
     finally:

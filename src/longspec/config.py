@@ -71,7 +71,7 @@ class ModelConfig:
     output_bias: bool = False
     qk_norm: bool = False
     tied_head: bool = False
-    quantisation: Quantisation | None = None
+    quantisation: Quantisation | None = field(default=None, repr=False)
     """Of the checkpoint; None if it is not quantised."""
 
     def __post_init__(self) -> None:

@@ -29,6 +29,7 @@ from longspec.kernels.attention import attend
 from longspec.kernels.choose import choose_tokens
 from longspec.kernels.commit import commit_path
 from longspec.kernels.embed import embed, embed_level
+from longspec.kernels.expand import expand
 from longspec.kernels.linear import few_rows
 from longspec.kernels.lookup import graft_lookup
 from longspec.kernels.masked import Nodes, masked
@@ -166,6 +167,7 @@ def call_products_of_bytes(kind: torch.dtype) -> None:
     for num_in, num_out, num_runs in ((4096, 28672, 1), (14336, 4096, 112)):
         weight, norm = torch.zeros(num_out, num_in, dtype=kind), (halves(num_in), 1e-5)
         scales = torch.zeros(num_out, num_runs)
+        expand(weight, scales, torch.bfloat16)
         for num_rows in (1, 16, 64, 256):
             x = Residual(halves(1, num_rows, num_in))
             if num_runs == 1:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspec.kernels.expand import expand
 from longspec.kernels.linear import few_rows, folds
 from longspec.kernels.norm import Residual
 from tests.kernels.paged import DEVICE, DTYPES, ON_GPU
@@ -73,6 +74,15 @@ def test_gated_products(dtype: torch.dtype, kind: torch.dtype, R: int, I: int, O
     out, _ = few_rows(Residual(x), weight, bias, norm, gated=True, scales=scales)
     gate, up = (F.rms_norm(x.double(), (I,), norm[0].double(), 1e-5) @ true.T + bias.double()).chunk(2, -1)
     draw.close(out.x, F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("num_in", "run"), [(100, 0), (96, 32), (5000, 0)])
+def test_matrices_are_expanded(kind: torch.dtype, num_in: int, run: int) -> None:
+    weight, scales = draw_bytes(kind, 7, num_in, run, 5)
+    for dtype in DTYPES:
+        found = expand(weight, scales, dtype)
+        assert torch.equal(found, expanded(weight, scales).float().to(dtype))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

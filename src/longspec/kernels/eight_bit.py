@@ -14,12 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.launch import await_turn, launched, overlap
+from longspec.kernels.launch import await_turn, fetch, launched, overlap
 from longspec.kernels.products import add_rounded, silu_gate
 from longspec.kernels.tiling import gpu_size
 
 # The longest row in one tile.
 _WHOLE = 4096
+# Bytes of a cache line, and how many bytes of a longer row are fetched early.
+_LINE, _EARLY = tl.constexpr(128), tl.constexpr(4096)
 
 
 class RowTile(NamedTuple):
@@ -93,6 +95,8 @@ def byte_row_kernel(
         if GATED:
             up = _scaled(second, scales, num_out + col, 0, num_runs, dtype, RUN) * value[None, :]
     else:
+        early = tl.arange(0, _EARLY // _LINE) * _LINE
+        fetch(weight + col.to(tl.int64)[:, None] * num_in + early[None, :], OVERLAP)
         await_turn(OVERLAP)
         for first in tl.range(0, num_in, DEPTH, num_stages=STAGES):
             inside = first + i < num_in

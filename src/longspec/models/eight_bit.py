@@ -64,6 +64,10 @@ class EightBit:
 
     def expanded(self, dtype: torch.dtype) -> Tensor:
         """The matrix itself."""
+        if self.values.is_cuda:
+            from longspec.kernels.expand import expand
+
+            return expand(self.values, self.scales, dtype)
         matrix = self.values.to(dtype)
         matrix.unflatten(1, (self.scales.shape[1], -1)).mul_(self.scales[:, :, None])
         return matrix
@@ -127,8 +131,9 @@ class EightBitLinear(nn.Module):
         """The product in fp32; see `longspec.models.layers.scores`."""
         if exact or (hidden.is_cuda and self.covers(hidden)):
             return self._product(hidden, exact=exact, dtype=torch.float32)
-        parts = torch.arange(len(self.values), device=hidden.device).split(_ROWS)
-        return torch.cat([wide_product(hidden, self.weight_rows(part)) for part in parts], -1)
+        starts = range(0, len(self.values), _ROWS)
+        parts = (self._rows(slice(start, start + _ROWS)).expanded(hidden.dtype) for start in starts)
+        return torch.cat([wide_product(hidden, part) for part in parts], -1)
 
     def _product(self, x: Tensor, **around: Any) -> Tensor:
         from longspec.kernels.norm import Residual
@@ -136,7 +141,7 @@ class EightBitLinear(nn.Module):
         product: Tensor = self.few_rows(Residual(x), **around)[0].x
         return product
 
-    def _rows(self, ids: Tensor) -> EightBit:
+    def _rows(self, ids: Tensor | slice) -> EightBit:
         values = self.values.view(torch.uint8)[ids].view(self.values.dtype)
         return EightBit(values, self.scales[ids])
 

@@ -18,7 +18,7 @@ from longspec.api import prepare_draft
 from longspec.attention import choose_backend
 from longspec.bench.environment import PeakMemory, copy_bandwidth
 from longspec.bench.summary import Spread
-from longspec.config import DEFAULT_TREE, DraftConfig, ModelConfig
+from longspec.config import DEFAULT_TREE, DraftConfig
 from longspec.decoding.methods import MOST_NODES, VANILLA, Method, Tree
 from longspec.decoding.methods.tree import NUM_LOOKUP
 from longspec.decoding.sampling import Sampling
@@ -30,7 +30,7 @@ from longspec.engine.make import make_engine
 from longspec.engine.memory import page_size
 from longspec.errors import UserError
 from longspec.models.draft import DraftHead, GlideDraft
-from longspec.models.layers import pack_linears
+from longspec.models.load import pack_ends
 from longspec.models.placement import (
     check_fits,
     draft_weights,
@@ -40,7 +40,7 @@ from longspec.models.placement import (
     pick_dtype,
 )
 from longspec.models.target import Transformer
-from longspec.models.weights import Precision
+from longspec.models.weights import Precision, pack, pick_precision
 
 # Rounds before the clock starts: kernels are compiled, and as many as may be in flight are.
 _WARM_UP = 5
@@ -66,6 +66,8 @@ class LatencySetting:
     repeats: int = 5
     device: str = "auto"
     dtype: str = "auto"
+    weights: str = "auto"
+    """What the target's weights are rounded to, and on a GPU the draft's with them."""
     attention: str = "auto"
     """auto is the backend that replays rounds: triton, on a GPU."""
     exact: bool = False
@@ -177,11 +179,13 @@ def measure_latency(
     dtype = pick_dtype(setting.dtype, device)
     config = shape_named(setting.shape)
     attention = choose_backend(setting.attention)
+    precision = pick_precision(setting.weights, dtype, device)
     check_fits(setting.shape, config, Precision(dtype), device)
     bandwidth = copy_bandwidth(device)
     target = random_target(config, device, dtype)
     target.attention = attention
-    pack_linears(target)
+    pack(target.blocks, precision)
+    pack_ends(target, precision)
     draft = GlideDraft(config, setting.draft)
     draft.initialise(torch.Generator().manual_seed(0))
     drafting = prepare_draft(draft.to(device=device, dtype=dtype), target)
@@ -223,9 +227,9 @@ def _line(
         tree.num_nodes,
         modes[0],
         modes[1] if len(modes) > 1 else None,
-        1e3 * read_bytes(config, target.dtype, context, batch) / run.bandwidth,
-        config.num_parameters * target.dtype.itemsize,
-        batch * context * config.kv_bytes_per_token(target.dtype.itemsize),
+        1e3 * read_bytes(target, context, batch) / run.bandwidth,
+        weight_bytes(target),
+        batch * context * config.kv_bytes_per_token(target.kv_dtype.itemsize),
         draft_weights(config, setting.draft, target.dtype),
         ring.num_bytes // engine.device.slots.num_rows,
         peak,
@@ -240,7 +244,7 @@ def _engine(
     setting: LatencySetting,
 ) -> Engine:
     """An engine whose every row has pages of its own, for this context and what the rounds may add."""
-    config, dtype, device = target.config, target.dtype, target.device
+    config, dtype, device = target.config, target.kv_dtype, target.device
     width = len(setting.tree_shape) + NUM_LOOKUP + 1
     length = context + (setting.rounds + _WARM_UP + 3) * width
     page = page_size(dtype, config.head_dim, _can_fuse(target))
@@ -325,8 +329,21 @@ def _mode(steps: list[float], rounds: list[float]) -> Mode:
     return Mode(Spread.of(steps), Spread.of(rounds), Spread.of(ratios))
 
 
-def read_bytes(config: ModelConfig, dtype: torch.dtype, context: int, batch: int) -> int:
+def weight_bytes(target: Transformer) -> int:
+    """Of the target's weights as they are kept; a tied head counts once unless it is kept apart."""
+    precision = target.precision or Precision(target.dtype)
+    if precision.rounding is None:
+        return target.config.num_parameters * target.dtype.itemsize
+    return precision.weight_bytes(target.config, target.device)
+
+
+def read_bytes(target: Transformer, context: int, batch: int) -> int:
     """What a step must read: every weight but the embedding's other rows, and the rows' keys and values."""
-    unread = 0 if config.tied_head else config.vocab_size * config.hidden_size
-    kv = batch * context * config.kv_bytes_per_token(dtype.itemsize)
-    return (config.num_parameters - unread) * dtype.itemsize + kv
+    config, rounding = target.config, target.precision.rounding if target.precision else None
+    kv = batch * context * config.kv_bytes_per_token(target.kv_dtype.itemsize)
+    per_weight = float(target.dtype.itemsize)
+    if rounding is not None and rounding.table is not None:
+        per_weight = rounding.table_bytes
+    apart = rounding is not None or not config.tied_head
+    unread = config.vocab_size * config.hidden_size if apart else 0
+    return weight_bytes(target) - int(unread * per_weight) + kv

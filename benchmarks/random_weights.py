@@ -20,6 +20,7 @@ from longspec.bench.plots import can_draw
 from longspec.cli.arguments import (
     add_device,
     add_options,
+    add_weights,
     number,
     positive_number,
     whole_number,
@@ -83,6 +84,7 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", default="auto", help="auto (triton on a GPU), torch or triton")
     parser.add_argument("--exact", action="store_true", help="rounds as with longspec generate --exact")
     add_device(parser)
+    add_weights(parser)
     parser.add_argument(
         "--output", metavar="FOLDER", help="write latency.json, latency.md and latency.png there"
     )
@@ -169,6 +171,7 @@ def _setting(arguments: argparse.Namespace) -> LatencySetting:
         repeats=arguments.repeats,
         device=arguments.device,
         dtype=arguments.dtype,
+        weights=arguments.weights,
         exact=arguments.exact,
         attention=arguments.attention,
     )

@@ -28,8 +28,8 @@ from longspec.models.checkpoint import WeightFiles
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.draft_files import load_draft
 from longspec.models.files import eos_ids, read_config, read_generation_config
-from longspec.models.int8 import check_draft_dtype, round_linears, wants_int8
-from longspec.models.layers import pack_linears
+from longspec.models.int8 import check_draft_dtype, pick_draft_form
+from longspec.models.layers import pack_linears, replace_linears
 from longspec.models.load import load_target
 from longspec.models.placement import check_fits, gigabytes, memory_explained, pick_device, pick_dtype
 from longspec.models.target import Transformer
@@ -133,22 +133,23 @@ class LongSpec:
         device. Method "auto" needs measurements of this machine; they are made here, once, unless `calibrate`
         is False. attention names a backend: "triton", the default on a GPU, replays whole rounds as CUDA
         graphs. draft_dtype "int8" rounds the draft's weights, which is the default on a CPU; "target" keeps
-        the target's dtype. weights "float16", "bfloat16", "int8" and "int4" round the target's weights, on a
-        CPU: it decodes faster and says slightly other things than the file's weights do, and every method
-        says the same as vanilla over them; "auto" leaves them as they are. `exact` is for half precision on a
-        GPU: with it all methods give the same words there too, whatever runs at the same time, and rounds
-        take longer.
+        the target's dtype; "auto" on a GPU rounds them as the target's are. weights "float16", "bfloat16",
+        "int8" and "int4" on a CPU, and "int8" and "fp8" on a GPU, round the target's weights: it decodes
+        faster and says slightly other things than the file's weights do, and every method says the same as
+        vanilla over them; "auto" leaves them as they are, also those of a quantised checkpoint on a GPU (on a
+        CPU they are expanded). `exact` is for half precision on a GPU: with it all methods give the same
+        words there too, whatever runs at the same time, and rounds take longer.
         """
         backend = choose_backend(attention)
         check_draft_dtype(draft_dtype)  # before a long load
         target, device = name_of("target", target), pick_device(device)
-        precision = pick_precision(weights, pick_dtype(dtype, device), device)
-        if precision.rounding is not None and attention not in ("auto", "torch"):
-            raise UserError(f"attention {attention!r} does not go with rounded weights; use auto or torch")
         find = partial(hub.resolve, target, revision=revision, offline=offline, progress=progress)
         # Fetch only the config first, so that a target that cannot fit is refused before its weights come.
         shape = find(config_only=True)
         entry, config = shape.entry, read_config(shape.folder, shape.config)
+        precision = pick_precision(weights, pick_dtype(dtype, device), device, config.quantisation)
+        if device.type == "cpu" and precision.rounding is not None and attention not in ("auto", "torch"):
+            raise UserError(f"attention {attention!r} does not go with rounded weights; use auto or torch")
         limit = _pick_max_length(max_length, entry.context if entry else config.max_length)
         draft_name = name_of("draft", draft) if draft else hub.default_draft(entry) or "none"
         check_fits(target, config, precision, device)
@@ -352,14 +353,14 @@ def prepare_draft(
 ) -> tuple[GlideDraft, DraftHead]:
     """The draft, ready for decoding, and its part of the target's head."""
     draft.requires_grad_(False).eval()
-    int8 = wants_int8(draft_dtype, draft)
-    if int8:
-        round_linears(draft)
+    form = pick_draft_form(draft_dtype, draft, target)
+    if form is not None:
+        replace_linears(draft, form)
     pack_linears(draft)
     ids = draft.vocab_ids
     if ids is not None and target.device.type == "cpu":
         ids = ids[:_CPU_VOCAB]
-    return draft, DraftHead(target, ids, int8)
+    return draft, DraftHead(target, ids, form)
 
 
 def _load_drafting(path: Path, target: Transformer, target_name: str, draft_dtype: str) -> _Drafting:

@@ -32,6 +32,24 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class Quantisation:
+    """How a checkpoint's matrices are quantised."""
+
+    method: str
+    """Hugging Face's `quant_method`."""
+    kind: str
+    """"int8" or "fp8"."""
+    block: tuple[int, int] | None = None
+    """The rows and columns of a matrix that share a scale; None where whole rows or parts of rows do."""
+    packed: bool = False
+    """Whether four values stand in a word of 32 bits."""
+    plain: tuple[str, ...] = ()
+    """The modules that are not quantised: names, or patterns that begin with "re:"."""
+    suffix: str = "_scale"
+    """What the name of a weight's scales ends with."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a `Transformer`. `longspec.models.families` reads it from a Hugging Face config; families
     differ in the flags at the end."""
@@ -53,6 +71,8 @@ class ModelConfig:
     output_bias: bool = False
     qk_norm: bool = False
     tied_head: bool = False
+    quantisation: Quantisation | None = field(default=None, repr=False)
+    """Of the checkpoint; None if it is not quantised."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -29,6 +29,7 @@ from longspec.kernels.attention import attend
 from longspec.kernels.choose import choose_tokens
 from longspec.kernels.commit import commit_path
 from longspec.kernels.embed import embed, embed_level
+from longspec.kernels.expand import expand
 from longspec.kernels.linear import few_rows
 from longspec.kernels.lookup import graft_lookup
 from longspec.kernels.masked import Nodes, masked
@@ -159,6 +160,21 @@ def call_products(T: int, E: int = 576) -> None:
     few_rows(ahead, halves(3072, E), None, norm, gated=True)
     few_rows(Residual(halves(1, T, 4096)), halves(4096, 4096))
     few_rows(Residual(halves(1, T, 4096)), halves(28672, 4096), gated=True)
+
+
+def call_products_of_bytes(kind: torch.dtype) -> None:
+    """Products of Llama-3-8B with weights of 8 bits, and with a scale for every 128 of them."""
+    for num_in, num_out, num_runs in ((4096, 28672, 1), (14336, 4096, 112)):
+        weight, norm = torch.zeros(num_out, num_in, dtype=kind), (halves(num_in), 1e-5)
+        scales = torch.zeros(num_out, num_runs)
+        expand(weight, scales, torch.bfloat16)
+        for num_rows in (1, 16, 64, 256):
+            x = Residual(halves(1, num_rows, num_in))
+            if num_runs == 1:
+                few_rows(x, weight, halves(num_out), norm, gated=True, scales=scales)
+            else:
+                few_rows(x, weight, residual=halves(1, num_rows, num_out), scales=scales)
+    few_rows(x, weight, dtype=torch.float32, scales=scales, exact=True)
 
 
 class Rows(NamedTuple):
@@ -303,6 +319,8 @@ if __name__ == "__main__":
     call_models(16)
     call_prefill()
     call_products(64)
+    for kind in (torch.int8, torch.float8_e4m3fn):
+        call_products_of_bytes(kind)
     call_rounds(16)
     check_rounds_ahead(names)
     check_ampere()

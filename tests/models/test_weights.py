@@ -188,8 +188,8 @@ def test_what_cannot_be_is_refused(
         UserError, match="weights 'int3' is unknown; there are: auto, float32, float16, bfloat16"
     ):
         pick_precision("int3", torch.float32, cpu)
-    with pytest.raises(UserError, match="weights 'int8' do not go with bfloat16 on cuda: there, use auto"):
-        pick_precision("int8", torch.bfloat16, torch.device("cuda"))
+    with pytest.raises(UserError, match="weights 'int4' do not go with bfloat16 on cuda: there, use auto"):
+        pick_precision("int4", torch.bfloat16, torch.device("cuda"))
     monkeypatch.setattr(torch.backends.quantized, "engine", "qnnpack")
     assert exit_code(["generate", "hi", "--weights", "int8", "--device", "cpu"]) == 2
     error = capsys.readouterr().err

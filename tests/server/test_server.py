@@ -306,6 +306,7 @@ def test_errors_are_what_openais_client_expects(server: Live, tiny_server: Calla
         client.chat.completions.create(model="gpt-4", messages=QUESTION)
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
+    assert (client.models.retrieve(MODEL).model_extra or {})["weights"] == "float32"
     locked = tiny_server(keys=["one", "second-key"])
     for wrong in ("none", "second-ke", ""):
         with pytest.raises((openai.AuthenticationError, openai.OpenAIError)):

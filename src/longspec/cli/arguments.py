@@ -51,8 +51,8 @@ def add_weights(group: argparse._ActionsContainer) -> None:
         "--weights",
         default="auto",
         metavar="TYPE",
-        help="of the target's weights: auto (as --dtype), or on a CPU float16, bfloat16, int8 or int4, which "
-        "decode faster and change the words a little (default: %(default)s)",
+        help="of the target's weights: auto (as the file has them), on a CPU float16, bfloat16, int8 or "
+        "int4, on a GPU int8 or fp8: these decode faster and change the words a little (%(default)s)",
     )
 
 
@@ -71,7 +71,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-dtype",
         default="auto",
         metavar="TYPE",
-        help="of the draft's weights: int8, target (the target's dtype), or auto: int8 on a CPU (default)",
+        help="of the draft's weights: int8, target (the target's dtype), or auto: int8 on a CPU, on a GPU "
+        "like the target's weights (default)",
     )
     group.add_argument(
         "--attention",

@@ -114,12 +114,13 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     from longspec.models.weights import pick_precision
 
     device = pick_device(arguments.device)
-    precision = pick_precision(arguments.weights, pick_dtype(arguments.dtype, device), device)
-    dtype = precision.kv_dtype
     files = resolve(
         arguments.target, revision=arguments.revision, offline=arguments.offline, config_only=True
     )
     config = read_config(files.folder, files.config)
+    dtype = pick_dtype(arguments.dtype, device)
+    precision = pick_precision(arguments.weights, dtype, device, config.quantisation)
+    dtype = precision.kv_dtype
     limit = files.entry.context if files.entry else config.max_length
     context, batch = arguments.context or limit, arguments.batch
     if context > limit:

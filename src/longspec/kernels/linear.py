@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from longspec.kernels.eight_bit import one_row_of_bytes
 from longspec.kernels.launch import overlap
 from longspec.kernels.norm import MOST_ROWS, Ahead, Norm, Residual, most_rows, norm_stream
 from longspec.kernels.products import GROUP, row_kernel, rows_kernel, split_kernel
@@ -22,6 +23,8 @@ from longspec.kernels.tiling import copies_tiles, gpu_size, precision
 
 # The most weights of a small matrix, and the longest row that fits in one tile.
 _SMALL, _LONGEST = 1 << 22, 4096
+# The most rows that our kernels multiply with weights of 8 bits.
+_MOST_ROWS_OF_BYTES = 256
 _WHOLE = 16  # the hardware copies tiles only if the bytes of a row are a multiple of this
 # Bytes of a cache line, and how many lines of each column of a large matrix are fetched early.
 _LINE, _LINES = 128, 8
@@ -37,18 +40,26 @@ def few_rows(
     factor: Tensor | None = None,
     exact: bool = False,
     dtype: torch.dtype | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Residual, Residual]:
     """x @ weight.T + bias; and the complete x [..., in].
 
     With `norm` it is the product of the normed x; only then may x have a `delta`. With `gated` the product is
     gate and up side by side, and the result is silu(gate) * up. `residual` [..., out] is added to the result.
     With `factor`, the weight of the norm that follows, the result has `ahead`. If `exact`, the bits of a row
-    do not depend on the other rows. The result has this `dtype`, or that of x.
+    do not depend on the other rows. The result has this `dtype`, or that of x. A weight of 8 bits has
+    `scales`, fp32 [out, runs]: a row of it has one for each of its runs of equal length.
     """
     assert x.delta is None or norm is not None, "only a norm adds the delta of x"
     value = x.x.contiguous()
     num_in = weight.shape[1]
-    if not exact and value.numel() == num_in <= _LONGEST and _is_small(weight):
+    if scales is not None and not exact and value.numel() == num_in and factor is None:
+        if norm is not None and (x.delta is not None or not _folds(value.dtype)):
+            value, x = norm_stream(x, norm)
+            norm = None
+        out = one_row_of_bytes(value, weight, scales, bias, norm, gated, residual, dtype)
+        return Residual(out), x
+    if scales is None and not exact and value.numel() == num_in <= _LONGEST and _is_small(weight):
         return _one_row(Residual(value, x.delta), weight, bias, norm, gated, residual)
     squares = None
     if norm is not None and x.ahead is not None:
@@ -57,7 +68,9 @@ def few_rows(
     elif norm is not None:
         value, x = norm_stream(x, norm)
     eps = 0.0 if norm is None else norm[1]
-    out, ahead = _several_rows(value, squares, weight, bias, eps, gated, residual, factor, exact, dtype)
+    out, ahead = _several_rows(
+        value, squares, weight, scales, bias, eps, gated, residual, factor, exact, dtype
+    )  # fmt: skip
     return Residual(out, ahead=ahead), x
 
 
@@ -90,6 +103,7 @@ def _several_rows(
     value: Tensor,
     squares: Tensor | None,
     weight: Tensor,
+    scales: Tensor | None,
     bias: Tensor | None,
     eps: float,
     gated: bool,
@@ -102,14 +116,17 @@ def _several_rows(
     num_out, num_in = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     num_rows = value.numel() // num_in
     out = torch.empty(*value.shape[:-1], num_out, dtype=dtype or value.dtype, device=value.device)
+    run = 0 if scales is None or scales.shape[1] == 1 else num_in // scales.shape[1]
     tile = _tile(num_rows, weight, gated, exact)
+    if scales is not None:
+        tile = tile_of_bytes(num_rows, weight, value.dtype, gated, exact, run)
     grid = (triton.cdiv(num_out, tile.num_cols), triton.cdiv(num_rows, tile.num_rows))
     made = triton.cdiv(num_out, GROUP.value) if exact else grid[0]
     ahead = None if factor is None else Ahead.empty(factor, out, made)
     num_parts = 1 if squares is None else len(squares)
     options = {
         "ROWS": tile.num_rows, "COLS": tile.num_cols, "DEPTH": tile.depth, "MOST": most_rows(num_rows),
-        "LINE": _LINE // value.itemsize, "LINES": _lines(weight), "NORM": squares is not None,
+        "LINE": _LINE // weight.itemsize, "LINES": _lines(weight), "NORM": squares is not None,
         "GATED": gated, "BIAS": bias is not None, "RESIDUAL": residual is not None,
         "AHEAD": ahead is not None, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
         **overlap(value.device),
@@ -130,14 +147,15 @@ def _several_rows(
     at_once = num_parts if exact else triton.cdiv(num_parts, triton.cdiv(num_in, tile.depth))
     parts = triton.next_power_of_2(at_once)
     rows_kernel[grid](
-        value, x_box, sums, weight, weight_box, *around, *sizes, PARTS=parts, LEVELS=parts.bit_length() - 1,
+        value, x_box, sums, weight, weight_box, sums if scales is None else scales, *around, *sizes,
+        SCALED=scales is not None, RUN=run, PARTS=parts, LEVELS=parts.bit_length() - 1,
         BOXES=boxes, EXACT=exact, PRECISION=precision(value.dtype), **options,
     )  # fmt: skip
     return out, ahead
 
 
 @dataclass(frozen=True)
-class _Tile:
+class Tile:
     """A program's share of a product."""
 
     num_rows: int
@@ -153,7 +171,7 @@ class _Tile:
     """Whether the hardware copies whole tiles."""
 
 
-def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> _Tile:
+def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
     """The tile that was fastest on an H200, reduced to what the GPU can hold.
 
     If `exact`, the depth is not split, and the interpreter has one tile for any number of rows: the bits of
@@ -166,24 +184,55 @@ def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> _Tile:
     # If all tiles of 32 columns run at once, each needs more reads in flight.
     few, deep = weight.shape[0] <= 32 * sms, weight.shape[1] > 1024
     if weight.dtype == torch.float32:
-        tile = _Tile(rows, 16, 32, 4, 4)
+        tile = Tile(rows, 16, 32, 4, 4)
     elif exact and num_rows > MOST_ROWS:
-        tile = _Tile(128, 128, 64, 3, 8, boxes=copies_tiles(weight.device))
+        tile = Tile(128, 128, 64, 3, 8, boxes=copies_tiles(weight.device))
     elif exact and rows == 16:
-        tile = _Tile(16, 32, 256, 4, 4)
+        tile = Tile(16, 32, 256, 4, 4)
     elif _is_small(weight) and rows == 16:
-        tile = _Tile(16, 16, 128 if deep else 64, 4, 4, num_splits=4)
+        tile = Tile(16, 16, 128 if deep else 64, 4, 4, num_splits=4)
     # Copies by the hardware skip rows that do not exist, but take longer to start.
     elif _is_small(weight) and copies_tiles(weight.device) and (deep or rows == 32):
-        tile = _Tile(64, 16, 256, 5, 4, boxes=True) if deep else _Tile(64, 16, 128, 4, 4, boxes=True)
+        tile = Tile(64, 16, 256, 5, 4, boxes=True) if deep else Tile(64, 16, 128, 4, 4, boxes=True)
     elif _is_small(weight):
-        tile = _Tile(rows, 16, 128, 4, 4)
+        tile = Tile(rows, 16, 128, 4, 4)
     elif rows == 16:
-        tile = _Tile(16, 32, 256, 6 if few else 4, 4)
+        tile = Tile(16, 32, 256, 6 if few else 4, 4)
     else:
-        tile = _Tile(rows, 32, 128, 6, 4) if few else _Tile(rows, 64, 128, 4, 4)
+        tile = Tile(rows, 32, 128, 6, 4) if few else Tile(rows, 64, 128, 4, 4)
     stage = (tile.num_rows + tile.num_cols * (2 if gated else 1)) * tile.depth * tile.num_splits
     return replace(tile, num_stages=max(1, min(tile.num_stages, shared // (stage * weight.itemsize))))
+
+
+def tile_of_bytes(
+    num_rows: int, weight: Tensor, dtype: torch.dtype, gated: bool, exact: bool, run: int
+) -> Tile:
+    """As `_tile`, for weights of 8 bits that are multiplied in `dtype`.
+
+    More than 16 rows are read by every tile of columns and have twice the bytes of as many weights, so tiles
+    have more columns. The depth is at most a `run` of weights with one scale.
+    """
+    if exact and not weight.is_cuda:
+        num_rows = MOST_ROWS
+    sms, shared = gpu_size(weight.device)
+    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    few = weight.shape[0] <= 32 * sms
+    if dtype == torch.float32:
+        tile = Tile(rows, 16, 32, 4, 4)
+    elif num_rows > MOST_ROWS:
+        tile = Tile(128, 64 if gated or run else 128, 64, 4, 8)
+    elif _is_small(weight):
+        tile = Tile(rows, 16, 128, 4, 4)
+    elif rows == 16:
+        tile = Tile(16, 32, 256, 8 if few else 5, 4)
+    else:
+        tile = Tile(rows, 32, 256, 5, 4) if few else Tile(rows, 64, 128, 5, 4)
+    depth = min(tile.depth, run or tile.depth)
+    num_cols = tile.num_cols * (2 if gated else 1)
+    stage = (tile.num_rows * dtype.itemsize + num_cols) * depth
+    # Of the weights in `dtype`, too, there is a copy in shared memory.
+    room = shared - num_cols * depth * dtype.itemsize
+    return replace(tile, depth=depth, num_stages=max(1, min(tile.num_stages, room // stage)))
 
 
 def _lines(weight: Tensor) -> int:
@@ -206,11 +255,18 @@ def covers(x: Tensor, weight: Tensor) -> bool:
     return 1 < num_rows <= MOST_ROWS and x.dtype != torch.float32
 
 
-def folds(num_rows: int, weight: Tensor, exact: bool) -> bool:
-    """Whether the kernel that makes the stream should prepare for the norm of `few_rows` (`Ahead`)."""
+def covers_bytes(x: Tensor) -> bool:
+    """Whether to use `few_rows` for a product with a weight of 8 bits. It takes more rows than with others,
+    because without our kernels the weight must be expanded first."""
+    return x.numel() // x.shape[-1] <= _MOST_ROWS_OF_BYTES
+
+
+def folds(num_rows: int, weight: Tensor, exact: bool, dtype: torch.dtype | None = None) -> bool:
+    """Whether the kernel that makes the stream should prepare for the norm of `few_rows` (`Ahead`), where
+    products are in `dtype`, or in that of the weight."""
     # A single row's product computes the norm itself; next to a large product, a launch does not matter.
     # If exact, all rows are rounded at the same places.
-    return (exact or 1 < num_rows <= MOST_ROWS) and _is_small(weight) and _folds(weight.dtype)
+    return (exact or 1 < num_rows <= MOST_ROWS) and _is_small(weight) and _folds(dtype or weight.dtype)
 
 
 def _folds(dtype: torch.dtype) -> bool:

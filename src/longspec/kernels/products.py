@@ -19,14 +19,14 @@ GROUP = tl.constexpr(16)
 
 
 @triton.jit
-def _gated(gate, up, dtype: tl.constexpr):
+def silu_gate(gate, up, dtype: tl.constexpr) -> tl.tensor:
     """silu(gate) * up, rounded where separate operations round."""
     gate = gate.to(dtype).to(tl.float32)
     return (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _added(stream, result):
+def add_rounded(stream, result) -> tl.tensor:
     """stream + result, rounded where separate operations round."""
     return stream.to(tl.float32) + result.to(stream.dtype).to(tl.float32)
 
@@ -77,9 +77,9 @@ def row_kernel(
         up = tl.sum(second.to(tl.float32) * value[None, :], 1) * late
         if BIAS:
             up += tl.load(bias + num_out + col, mask=wanted, other=0.0).to(tl.float32)
-        result = _gated(result, up, dtype)
+        result = silu_gate(result, up, dtype)
     if RESIDUAL:
-        result = _added(stream, result)
+        result = add_rounded(stream, result)
     tl.store(out + col, result.to(dtype), mask=wanted)
 
 
@@ -152,9 +152,9 @@ def _finish(
             up *= scale[:, None]
         if BIAS:
             up += tl.load(bias + num_out + col, mask=col < num_out, other=0.0).to(tl.float32)[None, :]
-        result = _gated(result, up, dtype)
+        result = silu_gate(result, up, dtype)
     if RESIDUAL:
-        result = _added(stream, result)
+        result = add_rounded(stream, result)
     result = result.to(dtype)
     tl.store(out + place, result, mask=mask)
     if AHEAD:
@@ -209,19 +209,36 @@ def split_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def _add_product(
+    value, weights, total, scales, col, first, num_in, num_cols, RUN: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """total + value @ weights, where with RUN the columns of this depth have scales of their own."""
+    weights = weights.to(value.dtype)
+    if RUN > 0:
+        at = scales + tl.minimum(col, num_cols - 1) * (num_in // RUN) + first // RUN
+        total += tl.dot(value, weights, input_precision=PRECISION) * tl.load(at)[None, :]
+    else:
+        total = tl.dot(value, weights, total, input_precision=PRECISION)
+    return total
+
+
 @launched
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def rows_kernel(
-    x, x_box, squares, weight, weight_box, bias, residual, next_factor, next_scaled, next_squares, out,
-    num_rows, num_parts, num_in, num_out, eps,
-    ROWS: tl.constexpr, MOST: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
-    LEVELS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, BOXES: tl.constexpr, NORM: tl.constexpr,
-    GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    x, x_box, squares, weight, weight_box, scales, bias, residual, next_factor, next_scaled, next_squares,
+    out, num_rows, num_parts, num_in, num_out, eps,
+    ROWS: tl.constexpr, MOST: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr,
+    RUN: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
+    BOXES: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    AHEAD: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """With NORM, x is `Ahead.scaled` and `squares` has num_parts parts. With AHEAD the next ones are written.
 
     With BOXES the hardware copies whole tiles of x and weight with descriptors, and reads 0 outside.
+
+    With SCALED, weights have 8 bits and become the type of x in registers. Each has a scale: one for each
+    row of weights or, if RUN is not 0, for every RUN neighbours in it.
 
     A row's product has the same bits in tiles of any size: each number is a chain of sums over the depth.
     With EXACT, so have its squares: those of GROUP columns are a part, and PARTS are all of them.
@@ -259,13 +276,21 @@ def rows_kernel(
             value = tl.load(rows_at[:, None] + i[None, :], mask=(i < num_in)[None, :], other=0.0)
             weights_at = columns_at[None, :] + i[:, None]
             weights = tl.load(weights_at, mask=(i < num_in)[:, None], other=0.0)
-        result = tl.dot(value, weights, result, input_precision=PRECISION)
+        result = _add_product(
+            value, weights, result, scales, col, first, num_in, num_out, RUN, PRECISION
+        )  # fmt: skip
         if GATED:
             if BOXES:
                 second = tl.trans(weight_box.load([num_out + tl.program_id(0) * COLS, first]))
             else:
                 second = tl.load(weights_at + second_at, mask=(i < num_in)[:, None], other=0.0)
-            up = tl.dot(value, second, up, input_precision=PRECISION)
+            up = _add_product(
+                value, second, up, scales, num_out + col, first, num_in, 2 * num_out, RUN, PRECISION
+            )  # fmt: skip
+    if SCALED and RUN == 0:
+        result *= tl.load(scales + col, mask=col < num_out, other=0.0)[None, :]
+        if GATED:
+            up *= tl.load(scales + num_out + col, mask=col < num_out, other=0.0)[None, :]
     if NORM and EXACT:
         total = tl.reshape(_pair_sums(parts, LEVELS), [ROWS])
         scale = tl.rsqrt(total / num_in + eps)

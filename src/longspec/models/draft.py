@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError
-from longspec.models.int8 import Int8Linear
+from longspec.models.eight_bit import form_of
 from longspec.models.layers import (
     FeedForward,
     Linear,
+    LinearForm,
     Ops,
     PackedLinear,
     Reader,
@@ -225,19 +226,19 @@ class GlideDraft(nn.Module):
 class DraftHead(nn.Module):
     """The target's head for the draft: all of its rows, or those of the draft's vocabulary."""
 
-    def __init__(self, target: Transformer, vocab_ids: Tensor | None, int8: bool = False) -> None:
+    def __init__(self, target: Transformer, vocab_ids: Tensor | None, form: LinearForm | None = None) -> None:
         super().__init__()
         self._target = (target,)  # in a tuple, so that torch does not register it as a submodule
         self.vocab_ids = vocab_ids
         self.vocabulary = frozenset(() if vocab_ids is None else vocab_ids.tolist())
         self.rows: nn.Module | None = None
-        if vocab_ids is None and not int8:
+        if vocab_ids is None and (form is None or form == form_of(target.head)):
             return
         plain = target.head.weight_rows(None if vocab_ids is None else vocab_ids.to(target.device)).detach()
         rows = Linear(plain.shape[1], len(plain))
         rows.weight = nn.Parameter(plain, requires_grad=False)
-        if int8 and Int8Linear.supports(rows):
-            self.rows = Int8Linear(rows)
+        if form is not None and form.supports(rows):
+            self.rows = form(rows)
         elif vocab_ids is not None:
             self.rows = PackedLinear(rows) if PackedLinear.supports(rows) else rows
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from longspec.errors import UserError, check_known
-from longspec.models.layers import CpuLinear, Linear, replace_linears
+from longspec.models.eight_bit import EightBitForm, form_of
+from longspec.models.layers import CpuLinear, Linear, LinearForm
 
 DRAFT_DTYPES = ("auto", "int8", "target")
 
@@ -66,25 +67,26 @@ def pack_int8(linear: Linear, largest: int, bias: Tensor | None, unit: float = 1
     return torch.ops.quantized.linear_prepack(rounded, None if bias is None else bias.detach())
 
 
-def round_linears(module: nn.Module) -> None:
-    """Replace every `Linear` inside `module` by its int8 form, if it can be rounded."""
-    replace_linears(module, Int8Linear)
-
-
 def check_draft_dtype(draft_dtype: str) -> None:
     check_known("draft_dtype", draft_dtype, DRAFT_DTYPES)
 
 
-def wants_int8(draft_dtype: str, draft: nn.Module) -> bool:
-    """Whether to round a draft; "auto" does it if possible."""
+def pick_draft_form(draft_dtype: str, draft: nn.Module, target: nn.Module) -> LinearForm | None:
+    """The form of a draft's linears; None leaves them in the target's dtype.
+
+    "auto" rounds them on a CPU if that is possible, and on a GPU as the target's are rounded.
+    """
     check_draft_dtype(draft_dtype)
+    if next(draft.parameters()).is_cuda or form_of(target) is not None:
+        forms = {"auto": form_of(target), "int8": EightBitForm(torch.int8), "target": None}
+        return forms[draft_dtype]
     linears = [child for child in draft.modules() if isinstance(child, Linear)]
     possible = bool(linears) and all(map(Int8Linear.supports, linears))
     if draft_dtype == "int8" and not possible:
         raise UserError(
             "draft_dtype 'int8' needs float32 on an x86 CPU, and finite weights; use 'auto' or 'target'"
         )
-    return possible and draft_dtype != "target"
+    return Int8Linear if possible and draft_dtype != "target" else None
 
 
 def has_vnni() -> bool:

@@ -184,6 +184,9 @@ def scores(head: nn.Module, hidden: Tensor, exact: bool = False) -> Tensor:
 
     If `exact`, by our kernels, with the same bits for a row whatever the other rows are.
     """
+    own = getattr(head, "scores", None)
+    if own is not None:
+        return own(hidden, exact)
     if exact:
         from longspec.kernels.norm import Residual
 
@@ -192,7 +195,11 @@ def scores(head: nn.Module, hidden: Tensor, exact: bool = False) -> Tensor:
         return product
     if not isinstance(head, Linear) or head.weight.dtype == torch.float32:
         return head(hidden)
-    weight = head.weight
+    return wide_product(hidden, head.weight)
+
+
+def wide_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden @ weight.T in fp32, both in half precision."""
     if weight.is_cuda and not torch.is_grad_enabled():
         flat = hidden.reshape(-1, hidden.shape[-1])
         return torch.mm(flat, weight.T, out_dtype=torch.float32).view(*hidden.shape[:-1], -1)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from longspec.config import ModelConfig
 from longspec.errors import UserError
+from longspec.models.eight_bit import EightBit, EightBitLinear
 from longspec.models.families import FAMILIES
+from longspec.models.layers import Linear
+from longspec.models.stored import StoredWeights, TensorReader
 from longspec.models.target import Transformer
 from longspec.models.weights import Precision, pack
-
-TensorReader = Callable[[str], Tensor]
-"""Gives one tensor by its name in the checkpoint."""
 
 
 def load_target(
@@ -28,9 +28,9 @@ def load_target(
 ) -> Transformer:
     """Build a frozen target from the tensors that `read` gives, ready for inference.
 
-    On a CPU, the matrices of each layer are packed or rounded as soon as they are read (`packed`), so that
-    peak memory stays near the size of the model. Training needs plain matrices, because gradients pass
-    through the head.
+    The matrices of each layer are packed or rounded as soon as they are read (`packed`), so that peak memory
+    stays near the size of the model. Training needs plain matrices, because gradients pass through the head.
+    Those of a quantised checkpoint are expanded, unless `precision` keeps them as they are stored.
     """
     precision = Precision(precision) if isinstance(precision, torch.dtype) else precision
     dtype = precision.dtype
@@ -39,20 +39,24 @@ def load_target(
     model.requires_grad_(False).eval()
     # Not `to_empty`: on a meta tensor it makes torch import sympy, which takes a second.
     model.rope.table = torch.empty(model.rope.table.shape, device=device)
+    stored = StoredWeights(read, config.quantisation)
     waiting: dict[str, int] = {}
     sources_of = dict(FAMILIES[config.family].weights(config))
     for name in sources_of:
         waiting[_block_of(name)] = waiting.get(_block_of(name), 0) + 1
     for name, sources in sources_of.items():
         parameter = model.get_parameter(name)
-        tensor = _join(name, sources, read, parameter.shape).to(device=device, dtype=dtype)
-        if precision.rounding is not None and tensor.ndim == 1:
-            tensor = tensor.clone()  # a view of the mapped file would keep all of it in memory
-        _replace(model, name, nn.Parameter(tensor, requires_grad=False))
-        # The sum is one pass without a copy, and it is not finite if any value is not.
-        if not math.isfinite(tensor.sum(dtype=torch.float32)):
-            raise UserError(f"weight {sources[0]!r} has values that are not finite; fetch the weights again")
-        on_progress(tensor.numel() * tensor.element_size())
+        if not (packed and _keep_stored(model, name, sources, stored, device, precision)):
+            tensor = _join(name, sources, stored.tensor, parameter.shape).to(device=device, dtype=dtype)
+            if precision.rounding is not None and tensor.ndim == 1:
+                tensor = tensor.clone()  # a view of the mapped file would keep all of it in memory
+            _replace(model, name, nn.Parameter(tensor, requires_grad=False))
+            # The sum is one pass without a copy, and it is not finite if any value is not.
+            if not math.isfinite(tensor.sum(dtype=torch.float32)):
+                raise UserError(
+                    f"weight {sources[0]!r} has values that are not finite; fetch the weights again"
+                )
+        on_progress(parameter.numel() * dtype.itemsize)
         block = _block_of(name)
         waiting[block] -= 1
         if packed and block and not waiting[block]:
@@ -67,24 +71,53 @@ def load_target(
 def pack_ends(model: Transformer, precision: Precision) -> None:
     """Pack or round the head and, where it is rounded, the embedding."""
     rounding = precision.rounding
+    if precision.name:
+        model.precision = precision
     if rounding is None:
         pack(model, precision)
         return
-    setattr(model, "head", rounding.head(model.head))  # noqa: B010 # another form of a Linear
-    model.rounded_embedding = rounding.table(model.embedding.detach())
-    model.embedding = nn.Parameter(model.embedding.detach()[:0].clone(), requires_grad=False)
-    model.precision = precision
+    if not isinstance(model.head, EightBitLinear):
+        setattr(model, "head", rounding.head(model.head))  # noqa: B010 # another form of a Linear
+    if rounding.table is not None:
+        model.rounded_embedding = rounding.table(model.embedding.detach())
+        model.embedding = nn.Parameter(model.embedding.detach()[:0].clone(), requires_grad=False)
+
+
+def _keep_stored(
+    model: Transformer,
+    name: str,
+    sources: tuple[str, ...],
+    stored: StoredWeights,
+    device: torch.device,
+    precision: Precision,
+) -> bool:
+    """Take a matrix over in 8 bits, if the checkpoint stores it so, and `precision` and our kernels do."""
+    matrix = stored.joined(sources) if precision.stored_kind is not None else None
+    if matrix is None or matrix.values.dtype != precision.stored_kind or not matrix.fits_kernels:
+        return False
+    parent, _, _ = name.rpartition(".")
+    linear = model.get_submodule(parent)
+    assert isinstance(linear, Linear)
+    _check_shape(name, sources, matrix.values.shape, linear.weight.shape)
+    matrix = EightBit(matrix.values.to(device), matrix.scales.to(device))
+    above, _, leaf = parent.rpartition(".")
+    setattr(model.get_submodule(above), leaf, EightBitLinear(matrix, linear.bias, precision.dtype))
+    return True
 
 
 def _join(name: str, sources: tuple[str, ...], read: TensorReader, shape: torch.Size) -> Tensor:
     parts = [read(source) for source in sources]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if tensor.shape != shape:
+    _check_shape(name, sources, tensor.shape, shape)
+    return tensor
+
+
+def _check_shape(name: str, sources: tuple[str, ...], found: torch.Size, shape: torch.Size) -> None:
+    if found != shape:
         raise UserError(
-            f"weight {sources[0]!r} gives shape {tuple(tensor.shape)} where the config asks for "
+            f"weight {sources[0]!r} gives shape {tuple(found)} where the config asks for "
             f"{tuple(shape)} ({name}); config.json and the weights do not belong together"
         )
-    return tensor
 
 
 def _block_of(name: str) -> str:

@@ -9,8 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from longspec.config import ModelConfig
+from longspec.config import ModelConfig, Quantisation
 from longspec.errors import UserError, check_known
+from longspec.models.eight_bit import KINDS, EightBitForm
 from longspec.models.int8 import has_int8_products
 from longspec.models.layers import LinearForm, PackedLinear, replace_linears
 from longspec.models.quantised import (
@@ -28,21 +29,23 @@ from longspec.models.quantised import (
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a kind of weights is kept on a CPU."""
+    """How a kind of weights is kept."""
 
     matrix: LinearForm
     head: LinearForm
-    table: Callable[[Tensor], nn.Module]
-    """Of the embedding."""
+    table: Callable[[Tensor], nn.Module] | None
+    """Of the embedding; None leaves it as it is."""
     matrix_bytes: float
     """Per weight."""
     table_bytes: float
+    """Per weight of the head, and of the embedding if that is rounded."""
     is_possible: Callable[[], bool]
     """Whether torch has the products for this processor."""
     rounds_rows: bool = True
     """Whether what a product reads is rounded too."""
 
 
+# On a CPU.
 ROUNDINGS = {
     "float16": Rounding(
         Fp16Linear, Fp16Linear, partial(HalfTable, dtype=torch.float16), 2, 2, has_fp16_products, False
@@ -54,7 +57,13 @@ ROUNDINGS = {
     # An int4 head or embedding would cost more words than it saves bytes.
     "int4": Rounding(Int4Linear, Int8TargetLinear, Int8Table, 0.625, 1, has_int4_products),
 }
-WEIGHTS = ("auto", "float32", *ROUNDINGS)
+# On a GPU, by our kernels. The embedding stays as it is: a step reads only a few of its rows.
+GPU_ROUNDINGS = {
+    name: Rounding(EightBitForm(kind), EightBitForm(kind), None, 1, 1, lambda: True, False)
+    for name, kind in KINDS.items()
+}
+WEIGHTS = ("auto", "float32", *ROUNDINGS, "fp8")
+_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -63,9 +72,10 @@ class Precision:
 
     dtype: torch.dtype
     rounding: Rounding | None = None
-    """Where the weights are not in `dtype`."""
+    """Where weights are rounded from `dtype`."""
     name: str = ""
-    """Of the rounding."""
+    """What the weights are in, if that is not `dtype`. Without a rounding, only the weights that a checkpoint
+    stores so."""
 
     @property
     def weights(self) -> str:
@@ -79,32 +89,64 @@ class Precision:
         the fp32 result."""
         return torch.float64 if self.rounding and self.rounding.rounds_rows else self.dtype
 
+    @property
+    def stored_kind(self) -> torch.dtype | None:
+        """The type of a checkpoint's weights that are kept as they are stored."""
+        kept = self.rounding is None or self.rounding in GPU_ROUNDINGS.values()
+        return KINDS.get(self.name) if kept else None
+
     def weight_bytes(self, config: ModelConfig, device: torch.device) -> int:
         """Of all weights as they are kept."""
         table = config.vocab_size * config.hidden_size
+        if self.rounding is None and self.name:
+            tables = table * (1 if config.tied_head else 2)
+            return config.num_parameters - tables + tables * self.dtype.itemsize
         if self.rounding is None:
             # A packed head cannot be the embedding too.
             copied = device.type == "cpu" and self.dtype == torch.float32 and config.tied_head
             return (config.num_parameters + (table if copied else 0)) * self.dtype.itemsize
         matrices = config.num_parameters - table * (1 if config.tied_head else 2)
-        return int(matrices * self.rounding.matrix_bytes + 2 * table * self.rounding.table_bytes)
+        head = self.rounding.table_bytes
+        embedding = head if self.rounding.table else self.dtype.itemsize
+        return int(matrices * self.rounding.matrix_bytes + table * (head + embedding))
 
 
-def pick_precision(weights: str, dtype: torch.dtype, device: torch.device) -> Precision:
-    """What `weights` asks for; "auto" leaves them as the file says, in `dtype`."""
+def pick_precision(
+    weights: str, dtype: torch.dtype, device: torch.device, quantisation: Quantisation | None = None
+) -> Precision:
+    """What `weights` asks for; "auto" leaves them as the file says: in `dtype` or, on a GPU, in the 8 bits
+    of a quantised checkpoint."""
     check_known("weights", weights, WEIGHTS)
     plain = Precision(dtype)
+    on_gpu = device.type == "cuda" and dtype != torch.float32
+    if weights == "auto" and on_gpu and quantisation is not None:
+        _check_capability(quantisation.kind, device)
+        return Precision(dtype, None, quantisation.kind)
     if weights in ("auto", plain.weights):
         return plain
+    if on_gpu and weights in GPU_ROUNDINGS:
+        _check_capability(weights, device)
+        return Precision(dtype, GPU_ROUNDINGS[weights], weights)
     if device.type != "cpu" or dtype != torch.float32 or weights not in ROUNDINGS:
         raise UserError(
             f"weights {weights!r} do not go with {plain.weights} on {device}: there, use auto or "
-            f"{plain.weights}; rounded weights need device cpu and dtype float32"
+            f"{plain.weights}; {', '.join(ROUNDINGS)} need device cpu and dtype float32, and "
+            f"{', '.join(GPU_ROUNDINGS)} a GPU and dtype bfloat16 or float16"
         )
     rounding = ROUNDINGS[weights]
     if not rounding.is_possible():
         raise UserError(f"weights {weights!r}: torch has no such products for this processor; use auto")
     return Precision(dtype, rounding, weights)
+
+
+def _check_capability(weights: str, device: torch.device) -> None:
+    """Refuse fp8 where the GPU has no instructions for it."""
+    if weights != "fp8" or (found := torch.cuda.get_device_capability(device)) >= _FP8_CAPABILITY:
+        return
+    raise UserError(
+        f"weights 'fp8' need a GPU of compute capability 8.9 or later, and {device} has "
+        f"{found[0]}.{found[1]}; use int8, or bfloat16 to expand them"
+    )
 
 
 def pack(module: nn.Module, precision: Precision) -> None:

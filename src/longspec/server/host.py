@@ -50,6 +50,7 @@ class Host:
             model.draft_name,
             str(model.target.device),
             str(model.target.dtype).removeprefix("torch."),
+            model.target.weights,
             self._engine.scheduler.max_rows,
             model.maker,
         )

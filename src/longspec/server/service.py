@@ -100,6 +100,7 @@ class Service:
             "draft": facts.draft_name,
             "device": facts.device,
             "dtype": facts.dtype,
+            "weights": facts.weights,
             "methods": [
                 name
                 for name, choice in choices().items()

@@ -27,6 +27,7 @@ class Facts:
     draft_name: str | None
     device: str
     dtype: str
+    weights: str
     max_rows: int
     maker: SequenceMaker
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from longspec.config import ROPE_KINDS, ModelConfig, RopeConfig
 from longspec.errors import UserError, flag, number, shown
+from longspec.models.families.quantisation import read_quantisation
 
 # The largest size and the most layers that a config may name: larger numbers are mistakes or attacks.
 _MOST, _MOST_LAYERS = 2**31 - 1, 4096
@@ -55,6 +56,7 @@ class Family:
             rms_eps=_read_real(raw, "rms_norm_eps", 1e-6),
             rope=rope,
             tied_head=read_flag(raw, "tie_word_embeddings", False),
+            quantisation=read_quantisation(raw),
             **self.flags(raw),
         )
 
@@ -97,11 +99,6 @@ class Family:
         partial = (_read_section(raw, "rope_parameters") or raw).get("partial_rotary_factor", 1.0)
         if partial not in (None, 1.0):
             raise UserError(f"partial_rotary_factor {partial} is not supported; only 1.0 is")
-        if raw.get("quantization_config"):
-            method = _read_section(raw, "quantization_config").get("quant_method", "unknown")
-            raise UserError(
-                f"weights quantised with {method!r} are not supported; use the original weights or a GGUF"
-            )
 
 
 def _read_rope(raw: Mapping[str, Any], positions: int) -> RopeConfig:

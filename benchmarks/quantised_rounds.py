@@ -1,0 +1,110 @@
+"""Steps and rounds by the type of the weights, in one run, with random weights and KV:
+
+python -m benchmarks.quantised_rounds --shape llama3-8b --context 4096 --draft-vocab 32768
+python -m benchmarks.quantised_rounds --shape tiny --context 64 --device cpu --weights float32,int8
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from benchmarks.latency import Latency, LatencySetting, measure_latency
+from longspec.bench.environment import command_line, machine
+from longspec.bench.report import table
+from longspec.cli.arguments import whole_number
+from longspec.config import DraftConfig
+from longspec.errors import UserError
+from longspec.models.placement import gigabytes, pick_device, pick_dtype
+
+HEADER = [
+    "weights", "step ms", "tokens/s", "against the first", "of the floor", "round ms", "round / step",
+    "bytes",
+]  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print a table; a bad value is one line on standard error and exit code 2."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="llama3-8b", help="of the target (%(default)s)")
+    parser.add_argument(
+        "--context", type=whole_number, default=4096, metavar="N", help="tokens (%(default)s)"
+    )
+    parser.add_argument("--batch", type=whole_number, default=1, metavar="N", help="rows (%(default)s)")
+    parser.add_argument(
+        "--draft-vocab", type=whole_number, default=0, metavar="N", help="0 is all (%(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=whole_number, default=40, metavar="N", help="timed at a time (%(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=whole_number, default=5, metavar="N", help="turns each (%(default)s)"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (%(default)s)")
+    parser.add_argument("--exact", action="store_true", help="rounds as with longspec generate --exact")
+    parser.add_argument(
+        "--weights",
+        metavar="TYPE,...",
+        help="the types, each with its own target (bfloat16,int8,fp8 on a GPU, float32,int8 on a CPU)",
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        print(_report(arguments))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> str:
+    device = pick_device(arguments.device)
+    default = "bfloat16,int8,fp8" if device.type == "cuda" else "float32,int8"
+    rows: list[list[str]] = []
+    first: Latency | None = None
+    for weights in (arguments.weights or default).split(","):
+        line = _measure(arguments, weights)
+        first = first or line
+        rows.append(_row(weights, line, first))
+        print(f"{weights}: step {line.greedy.step.median:.3f} ms", file=sys.stderr)
+    assert first is not None
+    facts = machine(device, pick_dtype("auto", device)).items()
+    told = ", ".join(f"{name} {value}" for name, value in facts if value is not None)
+    shape = f"{arguments.shape}, {arguments.context:,} tokens, batch {arguments.batch}, {first.nodes} nodes"
+    return "\n\n".join((f"`{command_line()}`", told, shape, table(HEADER, rows)))
+
+
+def _measure(arguments: argparse.Namespace, weights: str) -> Latency:
+    setting = LatencySetting(
+        shape=arguments.shape,
+        contexts=(arguments.context,),
+        batches=(arguments.batch,),
+        draft=DraftConfig(draft_vocab=arguments.draft_vocab),
+        rounds=arguments.rounds,
+        repeats=arguments.repeats,
+        device=arguments.device,
+        weights=weights,
+        exact=arguments.exact,
+    )
+    found = measure_latency(setting)
+    if not found.lines:
+        raise UserError(f"weights {weights!r}: {found.missing[0].why}")
+    return found.lines[0]
+
+
+def _row(weights: str, line: Latency, first: Latency) -> list[str]:
+    mode = line.greedy
+    return [
+        weights,
+        f"{mode.step.median:.3f}",
+        f"{1e3 * line.batch / mode.step.median:,.0f}",
+        f"{first.greedy.step.median / mode.step.median:.2f}",
+        f"{line.floor / mode.step.median:.2f}",
+        f"{mode.round.median:.3f}",
+        f"{mode.ratio.median:.2f}",
+        gigabytes(line.weights_bytes),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""The product of one row with weights of 8 bits, fused with norm, gate and residual.
+
+It takes as long as reading the weights, so nothing is done with them but what each needs: a conversion and a
+multiplication. A row of up to 4,096 weights is one tile, which is loaded before the kernel's turn. Longer
+rows are read in parts, of which several are on their way at a time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspec.kernels.launch import await_turn, fetch, launched, overlap
+from longspec.kernels.products import add_rounded, silu_gate
+from longspec.kernels.tiling import gpu_size
+
+# The longest row in one tile.
+_WHOLE = 4096
+# Bytes of a cache line, and how many bytes of a longer row are fetched early.
+_LINE, _EARLY = tl.constexpr(128), tl.constexpr(4096)
+
+
+class RowTile(NamedTuple):
+    """A program's share of the product of one row."""
+
+    num_cols: int
+    """Halved where a gate is computed, too."""
+    depth: int
+    """How much of a row that is longer than one tile is read at a time."""
+    num_stages: int
+    """How many such reads are in flight."""
+    num_warps: int
+
+
+def row_tile(num_in: int, num_out: int, device: torch.device) -> RowTile:
+    """Each program reads x, so it has many columns where there are enough for all multiprocessors."""
+    if num_in > _WHOLE:
+        return RowTile(8, 1024, 4, 4)
+    wide = num_in > _WHOLE // 2 and num_out >= 16 * gpu_size(device)[0]
+    return RowTile(16, _WHOLE, 1, 8) if wide else RowTile(8, _WHOLE, 1, 4)
+
+
+@triton.jit
+def _scaled(weights, scales, col, first, num_runs, dtype: tl.constexpr, RUN: tl.constexpr):
+    """A tile of weights [C, D] as fp32; with RUN, times their scales."""
+    if weights.dtype == tl.int8:
+        # Exact in any dtype. Straight to fp32, bytes are unpacked before the turn and fill all registers.
+        weights = weights.to(dtype)
+    weights = weights.to(tl.float32)
+    if RUN > 0:
+        run = first // RUN + tl.arange(0, weights.shape[1] // RUN)
+        inside = (run < num_runs)[None, :]
+        factor = tl.load(scales + col[:, None] * num_runs + run[None, :], mask=inside, other=0.0)
+        runs = tl.reshape(weights, [weights.shape[0], weights.shape[1] // RUN, RUN])
+        weights = tl.reshape(runs * factor[:, :, None], weights.shape)
+    return weights
+
+
+@launched
+@triton.jit
+def byte_row_kernel(
+    x, norm, weight, scales, bias, residual, out, num_in, num_out, eps,
+    COLS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
+    """Some columns of the product. With WHOLE a tile has all of the depth."""
+    col, i = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, DEPTH)
+    wanted = col < num_out
+    dtype = x.dtype.element_ty
+    # Columns outside read the last one again; their results are not stored.
+    col = tl.minimum(col, num_out - 1)
+    weights_at = weight + col.to(tl.int64)[:, None] * num_in + i[None, :]
+    second_at = weights_at + num_out.to(tl.int64) * num_in
+    num_runs = 1 if RUN == 0 else num_in // RUN
+    result, up = tl.zeros([COLS, DEPTH], tl.float32), tl.zeros([COLS, DEPTH], tl.float32)
+    squares = tl.zeros([DEPTH], tl.float32)
+    if WHOLE:
+        inside = i < num_in
+        weights = tl.load(weights_at, mask=inside[None, :], other=0.0)
+        if GATED:
+            second = tl.load(second_at, mask=inside[None, :], other=0.0)
+        if NORM:
+            factor = tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
+        await_turn(OVERLAP)
+        value = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            squares = value * value
+            value = (value * factor).to(dtype).to(tl.float32)
+        result = _scaled(weights, scales, col, 0, num_runs, dtype, RUN) * value[None, :]
+        if GATED:
+            up = _scaled(second, scales, num_out + col, 0, num_runs, dtype, RUN) * value[None, :]
+    else:
+        early = tl.arange(0, _EARLY // _LINE) * _LINE
+        fetch(weight + col.to(tl.int64)[:, None] * num_in + early[None, :], OVERLAP)
+        await_turn(OVERLAP)
+        for first in tl.range(0, num_in, DEPTH, num_stages=STAGES):
+            inside = first + i < num_in
+            weights = tl.load(weights_at + first, mask=inside[None, :], other=0.0)
+            value = tl.load(x + first + i, mask=inside, other=0.0).to(tl.float32)
+            if NORM:
+                squares += value * value
+                factor = tl.load(norm + first + i, mask=inside, other=0.0).to(tl.float32)
+                value = (value * factor).to(dtype).to(tl.float32)
+            result += _scaled(weights, scales, col, first, num_runs, dtype, RUN) * value[None, :]
+            if GATED:
+                second = tl.load(second_at + first, mask=inside[None, :], other=0.0)
+                up += _scaled(second, scales, num_out + col, first, num_runs, dtype, RUN) * value[None, :]
+    late = 1.0
+    if NORM:
+        late = tl.rsqrt(tl.sum(squares, 0) / num_in + eps)
+    product = tl.sum(result, 1) * late
+    if RUN == 0:
+        product *= tl.load(scales + col)
+    if BIAS:
+        product += tl.load(bias + col).to(tl.float32)
+    if GATED:
+        second_product = tl.sum(up, 1) * late
+        if RUN == 0:
+            second_product *= tl.load(scales + num_out + col)
+        if BIAS:
+            second_product += tl.load(bias + num_out + col).to(tl.float32)
+        product = silu_gate(product, second_product, dtype)
+    if RESIDUAL:
+        product = add_rounded(tl.load(residual + col), product)
+    tl.store(out + col, product.to(out.dtype.element_ty), mask=wanted)
+
+
+def one_row_of_bytes(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    gated: bool,
+    residual: Tensor | None,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """As `longspec.kernels.linear.few_rows`, for one row x [..., in]."""
+    num_out, num_in = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    out = torch.empty(*x.shape[:-1], num_out, dtype=dtype or x.dtype, device=x.device)
+    run = 0 if scales.shape[1] == 1 else num_in // scales.shape[1]
+    tile = row_tile(num_in, num_out, x.device)
+    depth, cols = max(tile.depth, run), tile.num_cols // (2 if gated else 1)
+    if whole := num_in <= depth:
+        depth = triton.next_power_of_2(num_in)
+    byte_row_kernel[(triton.cdiv(num_out, cols),)](
+        x, x if norm is None else norm[0], weight, scales, x if bias is None else bias,
+        x if residual is None else residual.contiguous(), out, num_in, num_out,
+        0.0 if norm is None else norm[1],
+        COLS=cols, DEPTH=depth, STAGES=tile.num_stages, RUN=run, WHOLE=whole,
+        NORM=norm is not None, GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None,
+        num_warps=tile.num_warps, **overlap(x.device),
+    )  # fmt: skip
+    return out

@@ -70,8 +70,9 @@ def _run(arguments: argparse.Namespace) -> int:
     speed = f" at {made.tokens_per_second:,.0f} tokens/s" if made.tokens_written else ", made before"
     print(
         f"{printable(made.folder)}: {made.num_tokens:,} tokens in {made.num_sequences:,} sequences{speed}; "
-        f"{made.kept:,} of {made.num_samples:,} samples kept, {made.loops_cut:,} of them cut at a loop; "
-        f"dropped: {dropped}"
+        f"{made.kept:,} of {made.num_samples:,} samples kept, {made.loops_cut:,} of them cut at a loop "
+        f"and {made.questions_cut:,} after a question without an end; dropped: {dropped}; of the tokens that "
+        f"the target wrote {made.lost_share:.1%} were lost"
     )
     return 0
 

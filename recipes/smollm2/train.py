@@ -113,10 +113,10 @@ class Recipe:
     def mix(self) -> bool:
         """Documents and prompts."""
         from longspec.bench.catalogue import BUILTIN
-        from recipes.smollm2.collect import collect
-        from recipes.smollm2.held_out import HeldOut
-        from recipes.smollm2.prompts.library import Library
-        from recipes.smollm2.prompts.make import make_prompts
+        from longspec.data.collect import collect
+        from longspec.data.held_out import HeldOut
+        from longspec.data.prompts.library import Library
+        from longspec.data.prompts.make import make_prompts
 
         self.hold_out_pages()
         measured = [*self.flags.measure, *self.flags.measure_long, *self.flags.held_out]

@@ -13,9 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TextIO
 
+from longspec.data.held_out import HeldOut
 from longspec.data.records import read_records
 from longspec.errors import UserError
-from recipes.smollm2.held_out import HeldOut
 
 STDLIB = "stdlib"
 BOOK, SOURCE = "book", "source"

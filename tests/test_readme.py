@@ -49,7 +49,7 @@ def test_training_a_draft_in_four_commands(tmp_path: Path, tiny_folder: Path) ->
     smaller = {
         "--tokens 100M": "--tokens 4k --mode documents --documents text.jsonl --device cpu "
         "--max-new-tokens 64",
-        "run=outputs/mine": "run=outputs/mine stage.num_steps=2 stage.accumulation=1 data.num_held_out=1 "
+        "run=outputs/mine": "run=outputs/mine stage.num_steps=2 stage.batch=1 data.num_held_out=1 "
         "target.device=cpu evaluation.new_tokens=8",
         '"Why is': '--max-new-tokens 8 "Why is',
     }

@@ -245,7 +245,7 @@ def test_three_stages_follow_each_other_by_one_command(home: Path, tmp_path: Pat
         [
             *("--config-dir", str(tmp_path / "conf"), "experiment=mine", "stage=all", *small),
             *(f"target.path={home / 'target'}", f"run={tmp_path / 'all'}", "stage.num_steps=2"),
-            *("stage.accumulation=1", "evaluation.every=0"),
+            *("stage.batch=1", "evaluation.every=0"),
         ]
     )
     weights = [draft_weights(tmp_path / "all" / name) for name in stages]
@@ -261,7 +261,7 @@ def test_three_stages_follow_each_other_by_one_command(home: Path, tmp_path: Pat
     # A stage alone, on a machine that has nothing but the draft: its card still tells of all before it.
     more = ["--config-dir", str(tmp_path / "conf"), "--only", "cot", "experiment=mine", "stage=all", *small]
     more += [f"target.path={home / 'target'}", f"run={tmp_path / 'more'}", "stage.num_steps=3"]
-    run([*more, "stage.accumulation=1", "evaluation.every=0", f"draft.path={tmp_path / 'draft'}"])
+    run([*more, "stage.batch=1", "evaluation.every=0", f"draft.path={tmp_path / 'draft'}"])
     card = (export(tmp_path / "more", tmp_path / "later") / "README.md").read_text()
     told = [line.split("|")[1].strip() for line in card.splitlines() if "| 2 |" in line or "| 3 |" in line]
     assert told == [*stages, "cot"]

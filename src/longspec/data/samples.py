@@ -37,8 +37,9 @@ _LEAST_ROOM = 32
 _LEAST_COMPARED = 32
 _QUESTION, _ANSWER = 0, 1
 _MARK = "7f3a9c51"
-# An answer is searched for loops whenever it has grown by so many tokens.
-_LOOK_EVERY = 64
+# An answer is searched for loops and repetitions from so many tokens on, whenever it has grown by so many.
+_LEAST_LOOKED = 64
+_LOOK_EVERY = 32
 # Where a question may end that the target did not end itself.
 _SENTENCE_END = re.compile(r"[.?!:。？！](?=[\s\"')\]]|$)|\n")
 # Characters: a question is not cut to less.
@@ -89,22 +90,32 @@ class Sample:
 
 
 class _LoopWatch:
-    """Ends an answer that has come into a loop, because its further tokens would be cut off.
+    """Ends an answer that only repeats itself, because its further tokens would be cut off.
 
     It looks at the same places of a text, however many tokens come at a time, so that the batch decides
     nothing.
     """
 
     def __init__(self) -> None:
-        self._next = 2 * _LOOK_EVERY
+        self._next = _LEAST_LOOKED
 
     def __call__(self, tokens: list[int]) -> int | None:
         while self._next <= len(tokens):
             end = self._next
             self._next += _LOOK_EVERY
-            if is_looping(np.array(tokens[:end])):
+            found = np.array(tokens[:end])
+            if is_looping(found) or is_repetitive(found):
                 return end
         return None
+
+
+def repeats_from(tokens: NDArray[np.int64]) -> int | None:
+    """Where a text has nothing new to say any more: in a loop up to its end, or in mere repetitions."""
+    end = loop_start(tokens)
+    end = len(tokens) if end is None else end
+    while end >= _LEAST_LOOKED and is_repetitive(tokens[:end]):
+        end -= _LOOK_EVERY
+    return end if end < len(tokens) else None
 
 
 def first_sentences(text: str) -> str:
@@ -249,15 +260,13 @@ class Script:
             sample.dropped = "empty"
             return
         numbers = np.array(tokens)
-        start = loop_start(numbers)
+        start = repeats_from(numbers)
         if start is not None:
             sample.was_cut = True
             sample.num_lost += len(tokens) - start
             tokens, numbers, end = tokens[:start], numbers[:start], None
         if start is not None and start < _LEAST_ROOM:
             sample.dropped = "loop"
-        elif is_repetitive(numbers):
-            sample.dropped = "repetitive"
         else:
             sample.add(tokens if end is None else [*tokens, end], Role.TEXT)
             if len(tokens) >= _LEAST_COMPARED:

@@ -14,7 +14,7 @@ _LONGEST_PERIOD = 128
 _LEAST_REPEATED = 24
 # A text that is still being written may leave a loop again: it must have repeated itself longer.
 _LEAST_PERIODS_SO_FAR = 3
-_LEAST_REPEATED_SO_FAR = 64
+_LEAST_REPEATED_SO_FAR = 48
 # A text is repetitive if more than this share of its runs of `_RUN` tokens occurred in it before.
 _RUN = 4
 _MOST_REPEATS = 0.5

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from longspec.errors import UserError, check_same
 from longspec.models.draft import GlideDraft
 from longspec.models.draft_files import Fingerprint, save_draft
 from longspec.models.files import clear_unfinished, write_whole
+from longspec.models.placement import free_memory
 from longspec.records import as_record, read_yaml
 from longspec.train import checkpoints, evaluate
 from longspec.train.build import Parts, build
@@ -26,6 +27,7 @@ from longspec.train.compiled import compile_layers
 from longspec.train.engine import Processes, TrainingEngine, join, local_device, zero_stage
 from longspec.train.layout import Layout, head_rows, lay_out
 from longspec.train.losses import one_chunk
+from longspec.train.memory import fitting_micro_batch
 from longspec.train.objective import Objective, Outcome
 from longspec.train.report import Logger, make_loggers, training_bar
 from longspec.train.samples import Order
@@ -66,8 +68,25 @@ def train(config: DictConfig) -> Path:
     _check_run(Path(settings.run), settings, config)
     parts = build(settings, device, zero == 3 or settings.target.tp_size > 1)
     set_seed(settings.seed)
+    settings.stage = divided(settings.stage, parts, processes, device)
     trainer = Trainer(settings, config, parts, processes, device)
     return trainer.run()
+
+
+def divided(stage: StageSettings, parts: Parts, processes: Processes, device: torch.device) -> StageSettings:
+    """The stage with its batch divided into micro-batches that fit, unless the settings say how."""
+    if stage.micro_batch:
+        return stage
+    own, rest = divmod(stage.batch, processes.data_size)
+    if rest:
+        raise UserError(f"stage.batch {stage.batch} is not a multiple of the {processes.data_size} processes")
+    target, draft = parts.pair.target, parts.pair.draft.config
+    # What is free here may not be free there: the processes must agree.
+    free = processes.least(free_memory(device), device)
+    size = fitting_micro_batch(
+        target.config, draft, target.dtype.itemsize, stage.seq_length, own, free, device.type
+    )
+    return replace(stage, micro_batch=size, accumulation=own // size)
 
 
 def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
@@ -118,10 +137,11 @@ class Trainer:
         if self.num_steps < 1:
             raise UserError(
                 f"{self.order.num_sequences} sequences do not make one step of {self.per_step}: "
-                "lower stage.accumulation or stage.micro_batch, or set stage.num_steps"
+                "lower stage.batch (or stage.accumulation and stage.micro_batch), or set stage.num_steps"
             )
         self.engine = TrainingEngine(target, draft, settings.deepspeed.config, self.stage, processes, device)
-        chunk = compile_layers(target, draft) if settings.compile else one_chunk
+        compiles = settings.compile and device.type == "cuda"
+        chunk = compile_layers(target, draft) if compiles else one_chunk
         self.objective = Objective(
             target,
             draft,

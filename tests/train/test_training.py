@@ -274,6 +274,19 @@ def test_a_run_whose_time_is_up_goes_on_as_if_nothing_had_been(home: Path, unbro
     assert losses(home / "pieces") == losses(unbroken)
 
 
+@pytest.mark.full
+def test_a_stage_whose_time_is_over_is_complete_at_a_low_rate(home: Path) -> None:
+    run(settings(home, "brief", "stage.num_steps=100000", "saving.stage_seconds=2", "evaluation.every=0"))
+    from longspec.train.checkpoints import progress_of
+
+    step, num_steps = progress_of(home / "brief")
+    assert 1 < step == num_steps < 100000
+    lines = (home / "brief" / "metrics.jsonl").read_text().splitlines()
+    rates = [json.loads(line)["lr"] for line in lines]
+    assert max(rates) > 5e-3
+    assert rates[-1] < 2e-3
+
+
 def test_the_stages_of_the_shipped_draft(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens",
         required=True,
-        type=_amount,
+        type=amount,
         metavar="N",
         help="how many at least, with prompts, such as 500k or 10M",
     )
@@ -77,7 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _amount(text: str) -> int:
+def amount(text: str) -> int:
     """A number such as 500000, 500k or 10M, for argparse."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmb]?)", text.strip().lower())
     if found is None or float(found[1]) > 1e18:

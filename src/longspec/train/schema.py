@@ -118,6 +118,9 @@ class SavingSettings:
     log_steps: int = 10
     max_seconds: float = 0.0
     """After this time, save and stop; resume=latest continues. 0 is no limit."""
+    stage_seconds: float = 0.0
+    """After this time the stage is complete, with fewer steps, and its learning rate has fallen by then. 0 is
+    no limit."""
 
 
 @dataclass

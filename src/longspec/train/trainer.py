@@ -154,6 +154,7 @@ class Trainer:
         )
         self.acceptance: evaluate.Acceptance | None = None
         self.sums = _Sums()
+        self.rate = 0.0
         self.started = time.perf_counter()
 
     def run(self) -> Path:
@@ -172,7 +173,10 @@ class Trainer:
                 assert waiting is not None
                 waiting = self._step(step, waiting, loader)
                 done = step + 1
-                last = done == self.num_steps or self._time_is_up()
+                if self._time_passed(self.settings.saving.stage_seconds) >= 1:
+                    self.num_steps = done
+                over = self._time_passed(self.settings.saving.max_seconds) >= 1
+                last = done == self.num_steps or over
                 saves = last or done % self.settings.saving.save_steps == 0
                 if saves or done % self.settings.saving.log_steps == 0:
                     self._log(done, loggers, update)
@@ -187,13 +191,14 @@ class Trainer:
             logger.close()
         return self.folder
 
-    def _time_is_up(self) -> bool:
-        """Whether `max_seconds` have passed; the first process's clock decides for all."""
-        limit = self.settings.saving.max_seconds
+    def _time_passed(self, limit: float) -> float:
+        """The share of a limit that has passed, by the first process's clock; 0 if there is no limit."""
         if not limit:
-            return False
-        over = self.processes.first and time.perf_counter() - self.started >= limit
-        return bool(self.engine.sum(torch.tensor(float(over), dtype=torch.float64)) > 0)
+            return 0.0
+        passed = (time.perf_counter() - self.started) / limit if self.processes.first else 0.0
+        # The sum is over processes with different samples; only one of the first process's group has a clock.
+        shared = torch.tensor(passed * self.processes.tp_size, dtype=torch.float64)
+        return float(self.engine.sum(shared))
 
     def _begin(self) -> int:
         """Make the folder, or load its newest checkpoint; returns the first step to do."""
@@ -253,14 +258,16 @@ class Trainer:
         num_queries = max(1.0, float(self.engine.sum(torch.tensor(float(sum(counts)), dtype=torch.float64))))
         # DeepSpeed averages over backward passes and processes; the loss is the mean over all queries.
         scale = len(counts) * self.processes.data_size / num_queries
-        rate = learning_rate(self.stage, step, self.num_steps)
+        passed = self._time_passed(self.settings.saving.stage_seconds)
+        progress = max(step, min(int(passed * self.num_steps), self.num_steps - 1))
+        self.rate = learning_rate(self.stage, progress, self.num_steps)
         for layouts in micro_batches:
             read = self.objective.read(layouts[0])  # the target's pass does not depend on the lag
             self.sums.num_tokens += layouts[0].tokens.numel() * self.processes.data_size
             for layout in layouts:
                 outcome = self.objective(layout, read)
                 self.engine.backward(outcome.loss * scale)
-                self.engine.step(rate)
+                self.engine.step(self.rate)
                 self._note(layout, outcome)
         self.sums.num_queries += num_queries
         return following
@@ -290,7 +297,7 @@ class Trainer:
                 for lag in range(1, max_lag + 1)
                 if table[lag, 2]
             },
-            "lr": learning_rate(self.stage, step - 1, self.num_steps),
+            "lr": self.rate,
             "tokens": step * self.per_step * self.stage.seq_length,
             "tokens_per_second": sums.num_tokens / seconds,
             "seconds": seconds,

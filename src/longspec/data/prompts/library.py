@@ -76,7 +76,7 @@ class Library:
             piece = piece[: max(ends) + 1] + ('"' if max(ends) == ends[2] >= 0 else "")
             if len(piece) >= least * 0.8 and piece.count("|") + piece.count("#") < 4:
                 return piece
-        raise UserError(f"the books have no passages of {least} characters; collect longer ones")
+        return self.pages(rng, most)  # the texts have no such paragraphs
 
     def pages(self, rng: Random, characters: int) -> str:
         """A long stretch of one book, from a paragraph on; of short texts, several one after the other."""
@@ -94,7 +94,7 @@ class Library:
             found = _SENTENCE.search(text, place, place + 3000)
             if found:
                 return found[0]
-        raise UserError("the books have no sentences to quote; collect some in prose")
+        return " ".join(self.pages(rng, 200).split())  # the texts have no sentences
 
     def file(self, rng: Random, characters: int) -> str:
         """A stretch of a source file that begins at a line's start; of short files, several."""

@@ -30,10 +30,10 @@ from longspec.bench.summary import Figures
 from longspec.data.options import SynthesisOptions
 from longspec.data.shards import is_finished, read_info
 from longspec.data.synthesize import synthesize
-from longspec.data.work import claimed
+from longspec.data.work import locked
 from longspec.errors import UserError, check_same
 from longspec.models.draft_files import read_draft_config
-from longspec.models.files import read_config, write_whole
+from longspec.models.files import clear_unfinished, read_config, write_whole
 from longspec.models.placement import gigabytes, pick_device, pick_dtype
 from longspec.pipeline.card import duration, with_given
 from longspec.pipeline.device import measure_device
@@ -111,8 +111,8 @@ def make_draft(
 ) -> list[Figures]:
     """Do what is not done yet of the plan; returns what was measured."""
     work = options.output / "work"
-    work.mkdir(parents=True, exist_ok=True)
-    with claimed(work, _PLAN):
+    with locked(work):
+        clear_unfinished(work)
         if not (work / _PLAN).is_file():
             _check_disk(work, plan.disk)
             saved = {"asked": options.asked, "plan": asdict(plan)}
@@ -161,9 +161,11 @@ class _Making:
         sources, written = self._sources, {one.name: one for one in self._plan.written}
         yield self._file_step("prompts for passages", "passage_prompts", sources.make_passage_prompts)
         yield self._write_step(written.pop("passages"))
-        yield self._file_step("documents to quote", "documents", self._make_documents)
+        yield self._file_step(
+            "documents to quote", "documents", lambda: sources.make_documents(self._tokenizer())
+        )
         last = "long_prompts" if "long_prompts" in self._plan.num_prompts else "prompts"
-        yield self._file_step("prompts of many kinds", last, sources.make_prompts)
+        yield self._file_step("prompts of many kinds", last, lambda: sources.make_prompts(self._tokenizer()))
         for one in written.values():
             yield self._write_step(one)
         previous: str | Path | None = self._options.draft
@@ -182,10 +184,8 @@ class _Making:
         path = self._sources.path(file)
         return Step(name, 0, path.is_file, lambda _: make())
 
-    def _make_documents(self) -> None:
-        files = hub.resolve_tokenizer(self._options.target)
-        encoder = PromptEncoder(files.folder, files.entry.chat_template if files.entry else None)
-        self._sources.make_documents(encoder.tokenizer)
+    def _tokenizer(self) -> Any:
+        return PromptEncoder(hub.resolve_tokenizer(self._options.target).folder).tokenizer
 
     def _write_step(self, one: WrittenPlan) -> Step:
         folder = self._work / "data" / one.name
@@ -308,8 +308,8 @@ def _check_disk(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"the plan takes {gigabytes(needed)} of disk, and {folder} has {gigabytes(free)} free; make room, "
-            "or give a smaller --budget or fewer --tokens"
+            f"the plan takes {gigabytes(needed)} of disk, and {folder} has {gigabytes(free)} free; make "
+            "room, or give a smaller --budget or fewer --tokens"
         )
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from longspec.bench.catalogue import BUILTIN
 from longspec.data.collect import STDLIB, collect
 from longspec.data.held_out import HeldOut
-from longspec.data.prompts.library import LONGEST, Library
+from longspec.data.prompts.library import Library
 from longspec.data.prompts.make import make_prompts
 from longspec.data.records import read_document, read_prompt, read_records
 from longspec.data.shards import Dataset, Role
@@ -51,8 +51,9 @@ _MANY_TOKENS = 10**7
 # Passages are texts that others can quote: with names, figures and several paragraphs.
 _PASSAGE_SHARES = {"reports": 5.0, "essays": 3.0, "stories": 2.0, "explanations": 1.0, "letters": 1.0}
 _LONG_SHARES = {"long_texts": 2.0, "long_retrieval": 1.0}
-# Characters of a token at least, so that a long prompt leaves room for its answer.
-_CHARACTERS = 3
+# Of a long sequence, what a prompt may quote; the rest is for its question and its answer.
+_QUOTED = 0.7
+_NUM_MEASURED, _MEASURED_CHARACTERS = 200, 2000
 _SHORTEST_PASSAGE = 300
 
 
@@ -107,13 +108,21 @@ class Sources:
         for path in (books, collected):
             path.unlink()
 
-    def make_prompts(self) -> None:
+    def make_prompts(self, tokenizer: Any) -> None:
         """Short and long prompts, half of the short ones the user's."""
-        longest = max(stage.seq_length for stage in self.plan.stages) * _CHARACTERS
-        library = Library([str(self.path("documents"))], min(longest, 40 * LONGEST))
+        longest = max(stage.seq_length for stage in self.plan.stages)
+        room = _QUOTED * longest * self._characters_per_token(tokenizer)
+        library = Library([str(self.path("documents"))], int(room))
         self._make("prompts", library, None, tuple(self.own_prompts()))
         if "long_prompts" in self.plan.num_prompts:
             self._make("long_prompts", library, _LONG_SHARES, ())
+
+    def _characters_per_token(self, tokenizer: Any) -> float:
+        """Measured on the first documents."""
+        records = islice(read_records([str(self.path("documents"))]), _NUM_MEASURED)
+        texts = [record["text"][:_MEASURED_CHARACTERS] for _, record in records]
+        num_tokens = sum(len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
+        return sum(map(len, texts)) / num_tokens
 
     def _make(
         self, name: str, library: Library, shares: Mapping[str, float] | None, own: tuple[dict[str, Any], ...]

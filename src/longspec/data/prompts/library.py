@@ -62,7 +62,7 @@ class Library:
 
     def long_size(self, rng: Random) -> int:
         """Characters of a long prompt: every doubling up to the longest is as likely."""
-        least = min(_SHORTEST_LONG, self._longest)
+        least = min(_SHORTEST_LONG, self._longest / 4)
         return int(least * (self._longest / least) ** rng.random())
 
     def passage(self, rng: Random, least: int, most: int) -> str:

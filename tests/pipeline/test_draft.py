@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,46 +15,12 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from longspec import LongSpec
 from longspec.data.records import read_records
 from longspec.data.synthesis import summary_of
 from longspec.pipeline.sources import read_own_documents, read_own_prompts
 from tests.train.tiny import no_launcher
-
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with a small vocabulary of its own, because most of its time goes into that."""
-    folder = tmp_path_factory.mktemp("target")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|im_end|>", "<|im_start|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=1500,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    texts = sorted(Path(sysconfig.get_path("stdlib"), "json").glob("*.py"))
-    tokenizer.train_from_iterator([path.read_text() for path in texts], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0])
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
-    config = LlamaConfig(vocab_size=len(fast), eos_token_id=0, initializer_range=0.5, **shape)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def command(target: Path, output: Path, *more: object) -> list[str]:
@@ -76,7 +41,10 @@ def run(target: Path, output: Path, *more: object) -> subprocess.CompletedProces
 def kill_when(target: Path, output: Path, is_time: Callable[[], bool], *more: object) -> None:
     """Run the command, and kill it with SIGKILL as soon as `is_time`."""
     process = subprocess.Popen(
-        command(target, output, *more), stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
+        command(target, output, *more),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment(),
     )
     deadline = time.monotonic() + 200
     while not is_time():
@@ -91,20 +59,23 @@ def stamps(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*.npy")}
 
 
-def test_a_killed_command_goes_on_to_the_draft_of_its_plan(target: Path, tmp_path: Path) -> None:
+def test_a_killed_command_goes_on_to_the_draft_of_its_plan(
+    small_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output, work = tmp_path / "my draft", tmp_path / "my draft" / "work"
     log, documents = tmp_path / "log.txt", tmp_path / "novel.txt"
     log.write_text("".join(f"What is {n} plus {n}?\n" for n in range(20)))
     documents.write_text("The miller counted his sacks again. Nobody had paid.\n\n" * 200)
     given = ("--prompts", log, "--documents", documents, "--licence", "CC0-1.0")
-    kill_when(target, output, (work / "run/base/checkpoints/step-00000013").is_dir, *given)
+    kill_when(small_target, output, (work / "run/base/checkpoints/step-00000013").is_dir, *given)
     plan, written = (work / "plan.json").read_bytes(), stamps(work / "data")
     assert not (output / "config.json").exists()
 
-    other = run(target, output, *given, "--seed", 1)
-    assert other.returncode == 2
-    assert "seed was 0 and is 1" in other.stderr
-    done = run(target, output, *given)
+    from longspec.cli.main import main
+
+    assert main([*command(small_target, output, *given)[3:], "--seed", "1"]) == 2
+    assert "seed was 0 and is 1" in capsys.readouterr().err
+    done = run(small_target, output, *given)
     assert done.returncode == 0, done.stderr
     assert "train base" in done.stderr
     assert "write" not in done.stderr.partition("\n\n[")[2], "what was written is not written again"
@@ -126,44 +97,44 @@ def test_a_killed_command_goes_on_to_the_draft_of_its_plan(target: Path, tmp_pat
     for one in planned["written"]:
         assert summary_of(work / "data" / one["name"]).lost_share < 0.15
     first, second = done.stdout.splitlines()[-2:]
-    assert first == f"longspec generate --target {target} --draft '{output}' \"Why is the sky blue?\""
+    assert first == f"longspec generate --target {small_target} --draft '{output}' \"Why is the sky blue?\""
     assert second.startswith("longspec serve ")
-    model = LongSpec.from_pretrained(target, output, dtype="float32", device="cpu", calibrate=False)
+    model = LongSpec.from_pretrained(small_target, output, dtype="float32", device="cpu", calibrate=False)
     asked: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0}
     drafted = model.generate("Hello", method="seq", gamma=4, **asked)
     assert drafted.token_ids == model.generate("Hello", method="vanilla", **asked).token_ids
 
 
 @pytest.mark.full
-def test_killed_twice_it_makes_the_same_draft(target: Path, tmp_path: Path) -> None:
+def test_killed_twice_it_makes_the_same_draft(small_target: Path, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert run(target, whole).returncode == 0
+    assert run(small_target, whole).returncode == 0
     data = broken / "work" / "data"
-    kill_when(target, broken, (data / "questions" / "shard-00000").is_dir)
-    kill_when(target, broken, (broken / "work/run/base/checkpoints/step-00000026").is_dir)
-    assert run(target, broken).returncode == 0
+    kill_when(small_target, broken, (data / "questions" / "shard-00000").is_dir)
+    kill_when(small_target, broken, (broken / "work/run/base/checkpoints/step-00000026").is_dir)
+    assert run(small_target, broken).returncode == 0
     for path in (whole / "work" / "data").rglob("*.npy"):
         other = broken / path.relative_to(whole)
         assert path.read_bytes() == other.read_bytes(), path
     weights = [load_file(folder / "model.safetensors") for folder in (whole, broken)]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name])
-    again = run(target, whole)
+    again = run(small_target, whole)
     assert again.returncode == 0
     assert "[" not in again.stderr.rpartition("of disk")[2], "nothing is left to do"
 
     # A draft goes on from one that exists, and a target without a template gets one, too.
-    on = run(target, tmp_path / "on", "--draft", whole)
+    on = run(small_target, tmp_path / "on", "--draft", whole)
     assert on.returncode == 0, on.stderr
     stages = list(yaml.safe_load_all((tmp_path / "on" / "training.yaml").read_text()))
     assert [one["settings"]["stage"]["name"] for one in stages] == ["base", "long", "base", "long"]
 
 
 @pytest.mark.full
-def test_a_target_without_a_template_and_a_budget_of_time(target: Path, tmp_path: Path) -> None:
+def test_a_target_without_a_template_and_a_budget_of_time(small_target: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
-    for path in target.iterdir():
+    for path in small_target.iterdir():
         if path.name != "chat_template.jinja":
             (base / path.name).write_bytes(path.read_bytes())
     settings = json.loads((base / "tokenizer_config.json").read_text())
@@ -179,7 +150,9 @@ def test_a_target_without_a_template_and_a_budget_of_time(target: Path, tmp_path
     assert {one["mode"] for one in plan["written"]} == {"documents"}
 
 
-def test_bad_input_is_one_line(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    small_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from longspec.cli.main import main
 
     (tmp_path / "full").mkdir()
@@ -197,7 +170,9 @@ def test_bad_input_is_one_line(target: Path, tmp_path: Path, capsys: pytest.Capt
     for flags, message in cases.items():
         output = [] if "--output" in flags else ["--output", str(tmp_path / "out")]
         try:
-            code = main(["draft", "--target", str(target), "--device", "cpu", "--dry-run", *output, *flags])
+            code = main(
+                ["draft", "--target", str(small_target), "--device", "cpu", "--dry-run", *output, *flags]
+            )
         except SystemExit as error:  # argparse's
             code = int(error.code or 0)
         printed = capsys.readouterr().err

@@ -250,7 +250,7 @@ class _Making:
             "stage.lr": stage.lr,
             "data.train": [str(folder) for folder in folders],
             "data.num_held_out": held_out,
-            "evaluation.every": few if held_out else 0,
+            "evaluation.every": max(few, stage.steps // 4) if held_out else 0,
             "evaluation.new_tokens": self._plan.max_new_tokens // 2,
             "saving.save_steps": few,
             "saving.log_steps": max(1, min(20, stage.steps // 5)),

@@ -51,6 +51,8 @@ _PLAN, _SPENT = "plan.json", "spent.json"
 # Samples of a shard: what a kill can cost, and what a GPU's rows need to be kept busy.
 _MOST_SHARD_SAMPLES, _SHARDS, _SAMPLE_TOKENS = 8192, 8, 256
 _HELD_OUT_SEQUENCES = 16
+# The share of a budget that the last measurement keeps.
+_MEASURING = 0.05
 METHODS = ("seq:4", "tree:8x16x16x16x16x16@64", "tree:8x16x16x16x16x16@64+12")
 
 
@@ -168,13 +170,15 @@ class _Making:
         yield self._file_step("prompts of many kinds", last, lambda: sources.make_prompts(self._tokenizer()))
         for one in written.values():
             yield self._write_step(one)
-        previous: str | Path | None = self._options.draft
+        previous = None if self._options.draft is None else hub.resolve_draft(self._options.draft)
         for stage in self._plan.stages:
             yield self._train_step(stage, previous)
             previous = self._work / "run" / stage.name
         draft = self._work / "draft"
         yield Step("export", 0, lambda: draft.exists() or self._is_published(), lambda _: self._export())
-        yield Step("measure", 0, lambda: (self._work / "measured" / "summary.json").is_file(), self._measure)
+        summary = self._work / "measured" / "summary.json"
+        reserved = _MEASURING * self._plan.seconds if self._plan.is_limited else 0.0
+        yield Step("measure", reserved, summary.is_file, self._measure)
         yield Step("publish", 0, self._is_published, lambda _: self._publish())
 
     def _is_published(self) -> bool:
@@ -217,7 +221,7 @@ class _Making:
             **files,
         )
 
-    def _train_step(self, stage: StagePlan, previous: str | Path | None) -> Step:
+    def _train_step(self, stage: StagePlan, previous: Path | None) -> Step:
         run = self._work / "run" / stage.name
 
         def is_done() -> bool:
@@ -231,7 +235,7 @@ class _Making:
         return Step(f"train {stage.name}", stage.seconds, is_done, go)
 
     def _overrides(
-        self, stage: StagePlan, run: Path, previous: str | Path | None, seconds: float | None
+        self, stage: StagePlan, run: Path, previous: Path | None, seconds: float | None
     ) -> list[str]:
         """The settings of a stage as Hydra reads them."""
         folders = [self._work / "data" / name for name in stage.datasets]

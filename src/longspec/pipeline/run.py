@@ -175,7 +175,7 @@ class _Making:
             yield self._train_step(stage, previous)
             previous = self._work / "run" / stage.name
         draft = self._work / "draft"
-        yield Step("export", 0, lambda: draft.exists() or self._is_published(), lambda _: self._export())
+        yield Step("export", 0, draft.exists, lambda _: export(self._work / "run", draft))
         summary = self._work / "measured" / "summary.json"
         reserved = _MEASURING * self._plan.seconds if self._plan.is_limited else 0.0
         yield Step("measure", reserved, summary.is_file, self._measure)
@@ -268,12 +268,6 @@ class _Making:
         info = read_info(folder)
         return info.num_sequences * info.seq_length // seq_length
 
-    def _export(self) -> None:
-        draft = export(self._work / "run", self._work / "draft")
-        card = draft / "README.md"
-        text = with_given(card.read_text(encoding="utf-8"), self._sources.path("documents"))
-        write_whole(card, text.encode())
-
     def _measure(self, _: float | None = None) -> None:
         """tau by decoding, on prompts that nothing here was trained on."""
         from longspec.api import LongSpec
@@ -296,11 +290,16 @@ class _Making:
             limit=1 if small else None,
         )
         bench(model, [load_workload(name, model) for name in names], setting, self._work / "measured")
-        note_acceptance([self._work / "measured"], draft)
 
     def _publish(self) -> None:
-        """Copy the draft out of the work folder, the config last, because it makes the folder a draft."""
+        """Complete the draft with what was measured and given, and copy it out of the work folder.
+
+        The config comes last, because it makes the output a draft.
+        """
         draft, output = self._work / "draft", self._options.output
+        note_acceptance([self._work / "measured"], draft)
+        card = (draft / "README.md").read_text(encoding="utf-8")
+        write_whole(draft / "README.md", with_given(card, self._sources.path("documents")).encode())
         paths = sorted(draft.iterdir(), key=lambda path: path.name == "config.json")
         for path in paths:
             unfinished = output / f".{path.name}.part"

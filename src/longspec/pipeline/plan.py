@@ -1,8 +1,8 @@
 """The plan of a draft: what the target writes, the stages, and what it all costs.
 
 It is a pure function of the target's config, the device and what is asked for. Times are estimates: they
-follow from the arithmetic and the bytes of the work, and from the shares of a device's speed that SmolLM2-135M
-reached.
+follow from the arithmetic and the bytes of the work, and from the shares of a device's speed that
+SmolLM2-135M reached.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ _MOST_SHARD_SAMPLES, _SHARDS, _SAMPLE_TOKENS = 8192, 8, 256
 _HELD_OUT_SEQUENCES = 16
 # The share of a budget that the last measurement keeps.
 _MEASURING = 0.05
-METHODS = ("seq:4", "tree:8x16x16x16x16x16@64", "tree:8x16x16x16x16x16@64+12")
+# What is measured: a chain, and a tree of 64 nodes without and with copied tokens, no deeper than the draft.
+_CHAIN, _LEVELS, _NODES, _COPIED = 4, (8, 16, 16, 16, 16, 16), 64, 12
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,7 @@ class _Making:
         names = ["builtin", *([str(own)] if own.is_file() else [])]
         small = plan.max_new_tokens < 32
         setting = RunSetting(
-            METHODS[:1] if small else METHODS,
+            measured_methods(plan.max_lag)[: 1 if small else None],
             repeats=1,
             max_new_tokens=plan.max_new_tokens,
             limit=1 if small else None,
@@ -305,6 +306,12 @@ class _Making:
             unfinished = output / f".{path.name}.part"
             shutil.copy(path, unfinished)
             unfinished.replace(output / path.name)
+
+
+def measured_methods(max_lag: int) -> list[str]:
+    """The labels of what a draft of this depth is measured with."""
+    tree = f"tree:{'x'.join(map(str, _LEVELS[:max_lag]))}@{_NODES}"
+    return [f"seq:{min(_CHAIN, max_lag)}", tree, f"{tree}+{_COPIED}"]
 
 
 def _check_disk(folder: Path, needed: int) -> None:

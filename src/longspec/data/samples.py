@@ -40,6 +40,8 @@ _MARK = "7f3a9c51"
 # An answer is searched for loops and repetitions from so many tokens on, whenever it has grown by so many.
 _LEAST_LOOKED = 64
 _LOOK_EVERY = 32
+# Repetitions take longer to find.
+_LOOK_CLOSELY_EVERY = 128
 # Where a question may end that the target did not end itself.
 _SENTENCE_END = re.compile(r"[.?!:。？！](?=[\s\"')\]]|$)|\n")
 # Characters: a question is not cut to less.
@@ -104,7 +106,7 @@ class _LoopWatch:
             end = self._next
             self._next += _LOOK_EVERY
             found = np.array(tokens[:end])
-            if is_looping(found) or is_repetitive(found):
+            if is_looping(found) or (end % _LOOK_CLOSELY_EVERY == 0 and is_repetitive(found)):
                 return end
         return None
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 # more periods and `_LEAST_REPEATED` tokens. A table or a short refrain is not a loop.
 _LONGEST_PERIOD = 128
 _LEAST_REPEATED = 24
+_COMPARED_FIRST = 4
 # A text that is still being written may leave a loop again: it must have repeated itself longer.
 _LEAST_PERIODS_SO_FAR = 3
 _LEAST_REPEATED_SO_FAR = 48
@@ -41,8 +42,13 @@ def is_looping(tokens: NDArray[np.int64]) -> bool:
 
 def _loop_start(tokens: NDArray[np.int64], least_periods: int, least_repeated: int) -> int | None:
     size = len(tokens)
+    if size <= least_repeated:
+        return None
     most = min(_LONGEST_PERIOD, size // (least_periods + 1))
-    periods: list[int] = (np.flatnonzero(tokens[::-1][1 : most + 1] == tokens[-1:]) + 1).tolist()
+    # Only periods after which the last few tokens come again are looked at, because that takes little time.
+    ending = tokens[::-1][: most + _COMPARED_FIRST]
+    again = [ending[at + 1 : at + 1 + most] == ending[at] for at in range(_COMPARED_FIRST)]
+    periods: list[int] = (np.flatnonzero(np.logical_and.reduce(again)) + 1).tolist()
     for period in periods:
         differs = np.flatnonzero(tokens[period:] != tokens[:-period])
         start = period + (int(differs[-1]) + 1 if len(differs) else 0)

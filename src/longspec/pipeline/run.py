@@ -39,7 +39,7 @@ from longspec.pipeline.card import duration, with_given
 from longspec.pipeline.device import measure_device
 from longspec.pipeline.options import DraftOptions
 from longspec.pipeline.plan import TEMPERATURES, Plan, StagePlan, WrittenPlan, make_plan
-from longspec.pipeline.sources import OWN_HELD_OUT, Sources
+from longspec.pipeline.sources import OWN_HELD_OUT, Sources, check_own
 from longspec.prompts import PromptEncoder
 from longspec.records import read_record
 from longspec.train.checkpoints import note_stages, progress_of
@@ -91,8 +91,9 @@ def plan_draft(options: DraftOptions) -> Plan:
         saved = read_record(path, SavedPlan)
         check_same(options.output, saved.asked, options.asked)
         return saved.plan
-    if options.output.exists() and any(options.output.iterdir()):
+    if options.output.exists() and any(found.name != "work" for found in options.output.iterdir()):
         raise UserError(f"{options.output} is not empty; give an --output that is new or empty")
+    check_own(options)
     device = pick_device(options.device)
     files = hub.resolve(options.target, config_only=True)
     config = read_config(files.folder, files.config)

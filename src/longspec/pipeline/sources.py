@@ -145,6 +145,13 @@ class Sources:
         unfinished.replace(self.path(name))
 
 
+def check_own(options: DraftOptions) -> None:
+    """Refuse bad prompts or documents of the user before the work begins."""
+    for path, read in ((options.prompts, read_own_prompts), (options.documents, read_own_documents)):
+        for _ in () if path is None else read(path):
+            pass
+
+
 def read_own_prompts(path: Path) -> Iterator[dict[str, Any]]:
     """The prompts of a file: JSONL and its like, or text with a prompt in each line."""
     records: Iterator[tuple[str, dict[str, Any]]]

@@ -43,8 +43,8 @@ def build(settings: TrainSettings, device: torch.device, partitioned: bool) -> P
     folder = hub.resolve(settings.target.path).folder
     if not shape["cross_layers"]:
         shape["cross_layers"] = spread_layers(read_config(folder).num_layers)
-    if shape["draft_vocab"] < 0:
-        shape["draft_vocab"] = mixture.covering_size(_COVERAGE)
+    if shape["draft_vocab"] < 0:  # a draft that goes on has its own
+        shape["draft_vocab"] = mixture.covering_size(_COVERAGE) if path is None else 0
     dtype = pick_dtype(settings.target.dtype, load_device)
     start = None if path is None else draft_of(path)
     pair = load_pair(

@@ -381,6 +381,45 @@ def test_tensor_parallel_refusals() -> None:
         check_tp(config, 3, 3, 3)
 
 
+def test_the_defaults_follow_target_data_and_memory(home: Path, tmp_path: Path) -> None:
+    import numpy as np
+    from omegaconf import OmegaConf
+
+    from longspec.data.shards import Packed, Role, finish, write_shard
+    from longspec.errors import UserError
+    from longspec.train.build import build
+    from longspec.train.command import compose_config
+    from longspec.train.engine import Processes
+    from longspec.train.samples import Mixture
+    from longspec.train.trainer import divided
+
+    overrides = [f"target.path={home / 'target'}", f"data.train=[{home / 'data'}]", "stage.seq_length=32"]
+    settings = OmegaConf.to_object(compose_config([*overrides, "stage.batch=24"]))
+    device = torch.device("cpu")
+    parts = build(settings, device, False)  # type: ignore[arg-type]
+    assert parts.pair.draft.config.cross_layers == (0, 1, 2), "all of the three layers that there are"
+    stage = divided(settings.stage, parts, Processes(0, 1, 1), device)  # type: ignore[union-attr]
+    assert (stage.optimizer, stage.micro_batch * stage.accumulation) == ("muon", 24)
+    with pytest.raises(UserError, match=r"stage\.batch 24 is not a multiple of the 5 processes"):
+        divided(settings.stage, parts, Processes(0, 5, 1), device)  # type: ignore[union-attr]
+
+    # The vocabulary covers what is written, whatever the prompts say.
+    chance, vocabulary = np.random.default_rng(0), 20_000
+    tokens = np.minimum(chance.zipf(1.5, (200, 64)), vocabulary - 1)
+    roles = np.full(64, Role.TEXT, np.uint8)
+    roles[:32] = Role.PROMPT
+    tokens[:, :32] = 19_999
+    write_shard(tmp_path, 0, [Packed(row, roles, np.zeros(1, np.int32)) for row in tokens], vocabulary, [])
+    finish(tmp_path, 1, vocabulary, None, {})
+    mixture = Mixture([str(tmp_path)], 64)
+    written = tokens[:, 32:]
+    for share in (0.9, 0.998):
+        size = mixture.covering_size(share)
+        kept = mixture.frequent(size, [], vocabulary)
+        assert np.isin(written, kept).mean() >= share
+        assert np.isin(written, kept[: size - 1024]).mean() < share
+
+
 def test_published_experiments_compose() -> None:
     from longspec.train.command import compose_config
 

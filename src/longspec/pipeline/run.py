@@ -49,8 +49,9 @@ from longspec.train.trainer import train
 
 _PLAN, _SPENT = "plan.json", "spent.json"
 # Samples of a shard: what a kill can cost, and what a GPU's rows need to be kept busy.
-_MOST_SHARD_SAMPLES, _SHARDS, _SAMPLE_TOKENS = 8192, 8, 256
-_HELD_OUT_SEQUENCES = 16
+_MOST_SHARD_SAMPLES, _SHARDS, _SAMPLES_PER_SEQUENCE = 8192, 8, 4
+# Sequences that a stage is measured on while it trains; their KV must fit into memory at once.
+_HELD_OUT_SEQUENCES, _HELD_OUT_TOKENS = 16, 2**18
 # The share of a budget that the last measurement keeps.
 _MEASURING = 0.05
 # What is measured: a chain, and a tree of 64 nodes without and with copied tokens, no deeper than the draft.
@@ -204,7 +205,7 @@ class _Making:
 
     def _synthesis(self, one: WrittenPlan, folder: Path, seconds: float | None) -> SynthesisOptions:
         files: dict[str, Any] = {one.mode: self._sources.path(one.source)} if one.source else {}
-        samples = one.tokens // _SAMPLE_TOKENS // _SHARDS
+        samples = one.tokens // (one.seq_length // _SAMPLES_PER_SEQUENCE) // _SHARDS
         return SynthesisOptions(
             folder,
             one.tokens,
@@ -241,7 +242,11 @@ class _Making:
     ) -> list[str]:
         """The settings of a stage as Hydra reads them."""
         folders = [self._work / "data" / name for name in stage.datasets]
-        held_out = min(_HELD_OUT_SEQUENCES, self._num_sequences(folders[-1], stage.seq_length) // 8)
+        held_out = min(
+            _HELD_OUT_SEQUENCES,
+            _HELD_OUT_TOKENS // stage.seq_length,
+            self._num_sequences(folders[-1], stage.seq_length) // 8,
+        )
         few = max(10, stage.steps // 10)
         values: dict[str, Any] = {
             "name": "draft",

@@ -141,9 +141,9 @@ def test_a_target_without_a_template_and_a_budget_of_time(small_target: Path, tm
     (base / "tokenizer_config.json").write_text(json.dumps(settings))
     flags = [one for one in command(base, tmp_path / "draft") if one not in ("--tokens", "10k")]
     started = time.monotonic()
-    done = subprocess.run([*flags, "--budget", "90s"], capture_output=True, text=True, env=environment())
+    done = subprocess.run([*flags, "--budget", "2m"], capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started < 180
+    assert time.monotonic() - started < 360, "even on a machine that others use"
     assert "continues texts" in done.stderr
     plan = json.loads((tmp_path / "draft" / "work" / "plan.json").read_text())["plan"]
     assert {one["mode"] for one in plan["written"]} == {"documents"}

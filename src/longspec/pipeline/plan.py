@@ -25,6 +25,10 @@ _RATES = {"base": 2e-3, "long": 5e-4}
 _RATE_FROM_DRAFT = 1e-3
 # Of the device's speed, what writing and training reach.
 _WRITING, _TRAINING = {"cuda": 0.2, "cpu": 0.25}, {"cuda": 0.28, "cpu": 0.6}
+# Seconds that a turn of the engine and a micro-batch take on the host, whatever the target.
+_TURN, _PASS = {"cuda": 2e-3, "cpu": 1e-2}, {"cuda": 2e-2, "cpu": 5e-2}
+# Bytes that are read and written for a score, over all passes that choose a token.
+_SCORE_BYTES = 32
 # Of a budget, what writing and training may plan for; the rest loads, prepares and measures.
 _PLANNED = 0.85
 # A guess of the draft's vocabulary, which the data will decide.
@@ -308,9 +312,12 @@ class _Planner:
         weights = config.num_parameters * device.itemsize
         room = max(1.0, 0.7 * self._free / (length * per_token))
         rows = min(float(_ROWS[device.type]), room)
-        step = max((weights + rows * context * per_token) / device.bandwidth, self._reading(rows, context))
-        writing = kind.written * step / rows
-        return _WRITING[device.type] / (writing + (1 - kind.written) * self._reading(1, context / 2))
+        scores = rows * _SCORE_BYTES * config.vocab_size
+        moved = weights + scores + rows * context * per_token
+        step = max(moved / device.bandwidth, self._reading(rows, context))
+        share = _WRITING[device.type]
+        writing = kind.written * (step / share + _TURN[device.type]) / rows
+        return 1 / (writing + (1 - kind.written) * self._reading(1, context / 2) / share)
 
     def _reading(self, num_tokens: float, context: float) -> float:
         """Seconds of arithmetic for so many tokens after a context."""
@@ -329,6 +336,7 @@ class _Planner:
             self._config, self._draft, self._device.itemsize, length, batch, self._free, self._device.type
         )
         seconds = steps * batch * length / self._training_rate(length)
+        seconds += steps * batch / micro * _PASS[self._device.type]
         return StagePlan(
             name, [one.name for one in datasets], length, batch, micro, steps, rate, round(seconds, 1)
         )

@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -296,7 +296,13 @@ class _Making:
             max_new_tokens=plan.max_new_tokens,
             limit=1 if small else None,
         )
-        bench(model, [load_workload(name, model) for name in names], setting, self._work / "measured")
+        workloads = [load_workload(name, model) for name in names]
+        if not plan.has_template:  # without one there is no second turn
+            workloads = [
+                replace(one, items=tuple(replace(item, turns=item.turns[:1]) for item in one.items))
+                for one in workloads
+            ]
+        bench(model, workloads, setting, self._work / "measured")
 
     def _publish(self) -> None:
         """Complete the draft with what was measured and given, and copy it out of the work folder.

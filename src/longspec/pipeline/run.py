@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,6 @@ from longspec.prompts import PromptEncoder
 from longspec.records import read_record
 from longspec.train.checkpoints import note_stages, progress_of
 from longspec.train.command import compose_config
-from longspec.train.export import export
-from longspec.train.trainer import train
 
 _PLAN, _SPENT = "plan.json", "spent.json"
 # Samples of a shard: what a kill can cost, and what a GPU's rows need to be kept busy.
@@ -115,6 +114,7 @@ def make_draft(
     options: DraftOptions, plan: Plan, tell: Callable[[str], None] = lambda line: None
 ) -> list[Figures]:
     """Do what is not done yet of the plan; returns what was measured."""
+    _check_installed()
     work = options.output / "work"
     with locked(work):
         clear_unfinished(work)
@@ -178,7 +178,7 @@ class _Making:
             yield self._train_step(stage, previous)
             previous = self._work / "run" / stage.name
         draft = self._work / "draft"
-        yield Step("export", 0, draft.exists, lambda _: export(self._work / "run", draft))
+        yield Step("export", 0, draft.exists, lambda _: self._export(draft))
         summary = self._work / "measured" / "summary.json"
         reserved = _MEASURING * self._plan.seconds if self._plan.is_limited else 0.0
         yield Step("measure", reserved, summary.is_file, self._measure)
@@ -232,6 +232,8 @@ class _Making:
             return step == num_steps
 
         def go(seconds: float | None) -> None:
+            from longspec.train.trainer import train
+
             note_stages(run.parent, [one.name for one in self._plan.stages])
             train(compose_config(self._overrides(stage, run, previous, seconds)))
 
@@ -274,6 +276,11 @@ class _Making:
     def _num_sequences(self, folder: Path, seq_length: int) -> int:
         info = read_info(folder)
         return info.num_sequences * info.seq_length // seq_length
+
+    def _export(self, draft: Path) -> None:
+        from longspec.train.export import export
+
+        export(self._work / "run", draft)
 
     def _measure(self, _: float | None = None) -> None:
         """tau by decoding, on prompts that nothing here was trained on."""
@@ -324,6 +331,13 @@ def measured_methods(max_lag: int) -> list[str]:
     """The labels of what a draft of this depth is measured with."""
     tree = f"tree:{'x'.join(map(str, _LEVELS[:max_lag]))}@{_NODES}"
     return [f"seq:{min(_CHAIN, max_lag)}", tree, f"{tree}+{_COPIED}"]
+
+
+def _check_installed() -> None:
+    """Refuse to begin what could not be ended."""
+    missing = [name for name in ("hydra", "deepspeed") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"training needs {' and '.join(missing)}: pip install 'longspec[train]'")
 
 
 def _check_disk(folder: Path, needed: int) -> None:

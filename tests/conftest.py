@@ -1,14 +1,22 @@
 from __future__ import annotations
 
 import shutil
+import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from longspec import LongSpec
 from longspec.hub import DEFAULT_TARGET, resolve
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +63,30 @@ def tiny_folder(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 def tiny(tiny_folder: Path) -> LongSpec:
     """That one, loaded; greedy and on the CPU."""
     return LongSpec.from_pretrained(str(tiny_folder), dtype="float32", device="cpu", calibrate=False)
+
+
+@pytest.fixture(scope="session")
+def small_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with a small vocabulary of its own, because most of its time goes into that."""
+    folder = tmp_path_factory.mktemp("target")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|im_end|>", "<|im_start|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = sorted(Path(sysconfig.get_path("stdlib"), "json").glob("*.py"))
+    tokenizer.train_from_iterator([path.read_text() for path in texts], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0])
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    config = LlamaConfig(vocab_size=len(fast), eos_token_id=0, initializer_range=0.5, **shape)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

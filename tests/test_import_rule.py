@@ -26,6 +26,7 @@ LEVELS: list[set[str]] = [
     {"glide", "data"},
     {"train"},
     {"bench", "server"},
+    {"pipeline"},
     {"cli"},
     {"__main__"},
 ]

@@ -113,10 +113,10 @@ class Recipe:
     def mix(self) -> bool:
         """Documents and prompts."""
         from longspec.bench.catalogue import BUILTIN
-        from recipes.smollm2.collect import collect
-        from recipes.smollm2.held_out import HeldOut
-        from recipes.smollm2.prompts.library import Library
-        from recipes.smollm2.prompts.make import make_prompts
+        from longspec.data.collect import collect
+        from longspec.data.held_out import HeldOut
+        from longspec.data.prompts.library import Library
+        from longspec.data.prompts.make import make_prompts
 
         self.hold_out_pages()
         measured = [*self.flags.measure, *self.flags.measure_long, *self.flags.held_out]
@@ -243,6 +243,8 @@ class Recipe:
             building.mkdir(parents=True)
             for name in SHIPPED:
                 shutil.copy(Path(last) / name, building)
+            from longspec.pipeline.card import with_given
+
             documents = self.output / "documents.jsonl"
             if documents.exists():
                 card = building / "README.md"
@@ -288,25 +290,6 @@ class Recipe:
             )
         if runs:
             longspec("bench", "acceptance", *runs, "--draft", draft)
-
-
-def with_given(card: str, documents: Path) -> str:
-    """A draft's card that also tells what the target was given to quote, to answer and to continue."""
-    from longspec.bench.acceptance import MEASURED
-    from longspec.bench.report import table
-    from longspec.data.records import read_records
-
-    counts: dict[tuple[str, str], list[int]] = {}
-    for _, record in read_records([str(documents)]):
-        count = counts.setdefault((record["source"], record["licence"]), [0, 0])
-        count[0] += 1
-        count[1] += len(record["text"])
-    rows = [[*names, f"{number:,}", f"{size:,}"] for names, (number, size) in sorted(counts.items())]
-    head, measured, rest = card.partition(f"\n{MEASURED}")
-    given = table(["source", "licence", "documents", "characters"], rows)
-    head = head.partition("\n## Given")[0].rstrip()
-    about = "What the target was given to quote, to summarise and to continue; the draft learns what it said:"
-    return f"{head}\n\n## Given\n\n{about}\n\n{given}\n{measured}{rest}"
 
 
 def _installed(name: str) -> bool:

@@ -109,6 +109,12 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
 
+def spread_layers(num_layers: int) -> tuple[int, ...]:
+    """Five layers for a draft to read, spread over the target's last four fifths; all of a small one."""
+    step = max(1, round(num_layers / 6))
+    return tuple(layer for layer in range(num_layers - 1 - 4 * step, num_layers, step) if layer >= 0)
+
+
 @dataclass(frozen=True)
 class DraftConfig:
     """The draft's architecture; its sizes are those of its target. The default is GLIDE as published."""

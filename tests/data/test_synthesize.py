@@ -235,6 +235,64 @@ def test_an_answer_is_cut_where_it_begins_to_loop(smollm2: LongSpec) -> None:
         assert (len(sample.tokens) - prompt, sample.roles[prompt:]) == (kept, [Role.TEXT] * kept)
 
 
+def test_hardly_a_token_of_endless_questions_is_lost(
+    tiny_folder: Path, smollm2: LongSpec, tmp_path: Path
+) -> None:
+    """The random target never ends a question."""
+    options = SynthesisOptions(
+        tmp_path / "own",
+        4000,
+        str(tiny_folder),
+        temperatures=(1.0,),
+        seq_length=256,
+        max_question_tokens=48,
+        max_new_tokens=100,
+        batch=16,
+    )
+    made = synthesize(options)
+    assert made.questions_cut == made.kept == made.num_samples > 20
+    written = sum(len(one) for one in _written(options.output))
+    # What is not lost is the answers and what is left of the questions.
+    assert 0 < made.lost_share < 0.15
+    assert written < made.tokens_written * (1 - made.lost_share) < written + made.num_samples * 48
+
+    # And a target that does end some is cut where its sentences end.
+    script = Script(SynthesisOptions(Path("unused"), 1), smollm2.encoder)
+    cases = {
+        "Write a poem about rain. It should rhyme and": "Write a poem about rain.",
+        "What is 3.5 plus 4? Explain to my": "What is 3.5 plus 4?",
+        "a list of numbers without any stop and": "a list of numbers without any stop",
+        "Hi. What is the name of the large": "Hi. What is the name of the",
+    }
+    for text, expected in cases.items():
+        (sample,) = script.samples(0, 1)
+        script.take([(sample, smollm2.tokenizer(text)["input_ids"], False)])
+        assert (sample.messages[0]["content"], sample.question_was_cut) == (expected, True)
+        assert 0 < sample.num_lost < sample.num_written
+
+
+def _written(folder: Path) -> list[Any]:
+    """The tokens of each answer."""
+    dataset, found = Dataset(folder), []
+    for packed in (dataset[index] for index in range(len(dataset))):
+        for start, end in pairwise([*packed.starts.tolist(), len(packed.tokens)]):
+            found.append(packed.tokens[start:end][packed.roles[start:end] == Role.TEXT])
+    return found
+
+
+def test_a_loop_ends_an_answer_at_the_same_place_for_every_batch(parrot_folder: Path) -> None:
+    parrot = LongSpec.from_pretrained(str(parrot_folder), dtype="float32", device="cpu", calibrate=False)
+    options = SynthesisOptions(Path("unused"), 1, temperatures=(0.0,), max_new_tokens=1000, seq_length=2000)
+    script = Script(options, parrot.encoder)
+    (sample,) = script.samples(0, 1)
+    script.take([(sample, parrot.tokenizer("What is it?")["input_ids"], True)])
+    lengths = []
+    for ahead in (1, 7):
+        (one,) = make_engine(parrot.target, max_length=2000).run_each([script.sequence(sample)], ahead)
+        lengths.append((len(one.tokens), one.finish_reason))
+    assert lengths == [(64, "stop")] * 2
+
+
 def test_killed_it_goes_on_to_the_same_bytes_and_other_flags_are_refused(
     tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -245,7 +245,7 @@ def test_three_stages_follow_each_other_by_one_command(home: Path, tmp_path: Pat
         [
             *("--config-dir", str(tmp_path / "conf"), "experiment=mine", "stage=all", *small),
             *(f"target.path={home / 'target'}", f"run={tmp_path / 'all'}", "stage.num_steps=2"),
-            *("stage.accumulation=1", "evaluation.every=0"),
+            *("stage.batch=1", "evaluation.every=0"),
         ]
     )
     weights = [draft_weights(tmp_path / "all" / name) for name in stages]
@@ -261,7 +261,7 @@ def test_three_stages_follow_each_other_by_one_command(home: Path, tmp_path: Pat
     # A stage alone, on a machine that has nothing but the draft: its card still tells of all before it.
     more = ["--config-dir", str(tmp_path / "conf"), "--only", "cot", "experiment=mine", "stage=all", *small]
     more += [f"target.path={home / 'target'}", f"run={tmp_path / 'more'}", "stage.num_steps=3"]
-    run([*more, "stage.accumulation=1", "evaluation.every=0", f"draft.path={tmp_path / 'draft'}"])
+    run([*more, "stage.batch=1", "evaluation.every=0", f"draft.path={tmp_path / 'draft'}"])
     card = (export(tmp_path / "more", tmp_path / "later") / "README.md").read_text()
     told = [line.split("|")[1].strip() for line in card.splitlines() if "| 2 |" in line or "| 3 |" in line]
     assert told == [*stages, "cot"]
@@ -272,6 +272,19 @@ def test_a_run_whose_time_is_up_goes_on_as_if_nothing_had_been(home: Path, unbro
     assert "stopped at step 1 of 8" in run(settings(home, "pieces", "saving.max_seconds=0.001"))
     run(settings(home, "pieces", "resume=latest"))
     assert losses(home / "pieces") == losses(unbroken)
+
+
+@pytest.mark.full
+def test_a_stage_whose_time_is_over_is_complete_at_a_low_rate(home: Path) -> None:
+    run(settings(home, "brief", "stage.num_steps=100000", "saving.stage_seconds=2", "evaluation.every=0"))
+    from longspec.train.checkpoints import progress_of
+
+    step, num_steps = progress_of(home / "brief")
+    assert 1 < step == num_steps < 100000
+    lines = (home / "brief" / "metrics.jsonl").read_text().splitlines()
+    rates = [json.loads(line)["lr"] for line in lines]
+    assert max(rates) > 5e-3
+    assert rates[-1] < 2e-3
 
 
 def test_the_stages_of_the_shipped_draft(
@@ -366,6 +379,45 @@ def test_tensor_parallel_refusals() -> None:
         check_tp(config, 2, 2, 1)
     with pytest.raises(UserError, match="ZeRO-3"):
         check_tp(config, 3, 3, 3)
+
+
+def test_the_defaults_follow_target_data_and_memory(home: Path, tmp_path: Path) -> None:
+    import numpy as np
+    from omegaconf import OmegaConf
+
+    from longspec.data.shards import Packed, Role, finish, write_shard
+    from longspec.errors import UserError
+    from longspec.train.build import build
+    from longspec.train.command import compose_config
+    from longspec.train.engine import Processes
+    from longspec.train.samples import Mixture
+    from longspec.train.trainer import divided
+
+    overrides = [f"target.path={home / 'target'}", f"data.train=[{home / 'data'}]", "stage.seq_length=32"]
+    settings = OmegaConf.to_object(compose_config([*overrides, "stage.batch=24"]))
+    device = torch.device("cpu")
+    parts = build(settings, device, False)  # type: ignore[arg-type]
+    assert parts.pair.draft.config.cross_layers == (0, 1, 2), "all of the three layers that there are"
+    stage = divided(settings.stage, parts, Processes(0, 1, 1), device)  # type: ignore[union-attr]
+    assert (stage.optimizer, stage.micro_batch * stage.accumulation) == ("muon", 24)
+    with pytest.raises(UserError, match=r"stage\.batch 24 is not a multiple of the 5 processes"):
+        divided(settings.stage, parts, Processes(0, 5, 1), device)  # type: ignore[union-attr]
+
+    # The vocabulary covers what is written, whatever the prompts say.
+    chance, vocabulary = np.random.default_rng(0), 20_000
+    tokens = np.minimum(chance.zipf(1.5, (200, 64)), vocabulary - 1)
+    roles = np.full(64, Role.TEXT, np.uint8)
+    roles[:32] = Role.PROMPT
+    tokens[:, :32] = 19_999
+    write_shard(tmp_path, 0, [Packed(row, roles, np.zeros(1, np.int32)) for row in tokens], vocabulary, [])
+    finish(tmp_path, 1, vocabulary, None, {})
+    mixture = Mixture([str(tmp_path)], 64)
+    written = tokens[:, 32:]
+    for share in (0.9, 0.998):
+        size = mixture.covering_size(share)
+        kept = mixture.frequent(size, [], vocabulary)
+        assert np.isin(written, kept).mean() >= share
+        assert np.isin(written, kept[: size - 1024]).mean() < share
 
 
 def test_published_experiments_compose() -> None:

@@ -18,6 +18,11 @@ from longspec.data.shards import Packed, Role, finish, write_shard
 
 VOCAB = 128
 BASE = (
+    "draft=glide",
+    "stage.optimizer=adamw",
+    "stage.soft=0.0",
+    "stage.lag_decay=1.0",
+    "stage.mask_prompt=false",
     "stage.seq_length=32",
     "stage.num_steps=8",
     "stage.lr=1e-2",

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from longspec import __version__
-from longspec.cli import bench, chat, data, generate, models, serve, train
+from longspec.cli import bench, chat, data, draft, generate, models, serve, train
 from longspec.cli.command import Command, Parser, add_commands, add_debug
 from longspec.cli.terminal import one_line, open_streams
 
@@ -25,7 +25,7 @@ Lossless speculative decoding for long contexts: Llama and Qwen models answer fa
   longspec serve                                answer over HTTP, with a page to try it
   longspec models                               models that have a short name
   longspec info qwq                             the size of a model, and the memory that decoding needs
-  longspec data prepare text.jsonl -o data      tokenise text to train a draft on
+  longspec draft --target ./my-llama -o my-draft  make a draft for a model of yours
 
 Shell completion: longspec completion bash > ~/.local/share/bash-completion/completions/longspec
 """
@@ -90,6 +90,7 @@ def _parser() -> Parser:
         "serve": serve.SERVE,
         "models": models.MODELS,
         "info": models.INFO,
+        "draft": draft.DRAFT,
         "data": data.DATA,
         "train": train.TRAIN,
         "export": train.EXPORT,

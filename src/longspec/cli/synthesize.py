@@ -33,7 +33,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens",
         required=True,
-        type=_amount,
+        type=amount,
         metavar="N",
         help="how many at least, with prompts, such as 500k or 10M",
     )
@@ -70,13 +70,14 @@ def _run(arguments: argparse.Namespace) -> int:
     speed = f" at {made.tokens_per_second:,.0f} tokens/s" if made.tokens_written else ", made before"
     print(
         f"{printable(made.folder)}: {made.num_tokens:,} tokens in {made.num_sequences:,} sequences{speed}; "
-        f"{made.kept:,} of {made.num_samples:,} samples kept, {made.loops_cut:,} of them cut at a loop; "
-        f"dropped: {dropped}"
+        f"{made.kept:,} of {made.num_samples:,} samples kept, {made.loops_cut:,} of them cut at a loop "
+        f"and {made.questions_cut:,} after a question without an end; dropped: {dropped}; of the tokens that "
+        f"the target wrote {made.lost_share:.1%} were lost"
     )
     return 0
 
 
-def _amount(text: str) -> int:
+def amount(text: str) -> int:
     """A number such as 500000, 500k or 10M, for argparse."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmb]?)", text.strip().lower())
     if found is None or float(found[1]) > 1e18:

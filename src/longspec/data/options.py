@@ -84,7 +84,9 @@ class SynthesisOptions:
     )
     question_temperature: float = option(1.0, "of the questions", metavar="T")
     max_new_tokens: int = option(512, "longest answer", least=1)
-    max_question_tokens: int = option(128, "longest question; one that does not end is dropped", least=1)
+    max_question_tokens: int = option(
+        128, "longest question; one that does not end is cut at a sentence", least=1
+    )
     given_tokens: int = option(256, "how many tokens of a document are given to be continued", least=1)
     seq_length: int = option(1024, "tokens of a packed sequence, and the most of a sample", least=64)
     batch: int | None = option(

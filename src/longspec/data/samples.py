@@ -8,6 +8,7 @@ documents   it continues pieces of given documents, without the chat template
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from longspec.data.options import MODES, SynthesisOptions
 from longspec.data.records import JsonLines, read_document, read_prompt
-from longspec.data.screen import is_repetitive, loop_start, signature
+from longspec.data.screen import is_looping, is_repetitive, loop_start, signature
 from longspec.data.shards import Role
 from longspec.decoding.choose import hash_bits, uniform
 from longspec.decoding.methods import VANILLA
@@ -36,6 +37,15 @@ _LEAST_ROOM = 32
 _LEAST_COMPARED = 32
 _QUESTION, _ANSWER = 0, 1
 _MARK = "7f3a9c51"
+# An answer is searched for loops and repetitions from so many tokens on, whenever it has grown by so many.
+_LEAST_LOOKED = 64
+_LOOK_EVERY = 32
+# Repetitions take longer to find.
+_LOOK_CLOSELY_EVERY = 128
+# Where a question may end that the target did not end itself.
+_SENTENCE_END = re.compile(r"[.?!:。？！](?=[\s\"')\]]|$)|\n")
+# Characters: a question is not cut to less.
+_LEAST_QUESTION = 16
 # Samples that are rendered and tokenised together.
 AT_ONCE = 64
 # Seeds are below this.
@@ -66,7 +76,12 @@ class Sample:
     question: NDArray[np.uint64] | None = None
     """The signature of a new question, until it is compared."""
     answers: list[NDArray[np.uint64]] = field(default_factory=list)
+    num_written: int = 0
+    """Tokens that the target wrote for this sample."""
+    num_lost: int = 0
+    """Of these, the tokens that no question and no answer kept."""
     was_cut: bool = False
+    question_was_cut: bool = False
     dropped: str | None = None
     """Why, if it was."""
     finished: bool = False
@@ -74,6 +89,44 @@ class Sample:
     def add(self, tokens: list[int], role: Role) -> None:
         self.tokens += tokens
         self.roles += [int(role)] * len(tokens)
+
+
+class _LoopWatch:
+    """Ends an answer that only repeats itself, because its further tokens would be cut off.
+
+    It looks at the same places of a text, however many tokens come at a time, so that the batch decides
+    nothing.
+    """
+
+    def __init__(self) -> None:
+        self._next = _LEAST_LOOKED
+
+    def __call__(self, tokens: list[int]) -> int | None:
+        while self._next <= len(tokens):
+            end = self._next
+            self._next += _LOOK_EVERY
+            found = np.array(tokens[:end])
+            if is_looping(found) or (end % _LOOK_CLOSELY_EVERY == 0 and is_repetitive(found)):
+                return end
+        return None
+
+
+def repeats_from(tokens: NDArray[np.int64]) -> int | None:
+    """Where a text has nothing new to say any more: in a loop up to its end, or in mere repetitions."""
+    end = loop_start(tokens)
+    end = len(tokens) if end is None else end
+    while end >= _LEAST_LOOKED and is_repetitive(tokens[:end]):
+        end -= _LOOK_EVERY
+    return end if end < len(tokens) else None
+
+
+def first_sentences(text: str) -> str:
+    """A text that breaks off, up to its last whole sentence or, without one, its last whole word."""
+    ends = [found.end() for found in _SENTENCE_END.finditer(text)]
+    if ends and len(text[: ends[-1]].strip()) >= _LEAST_QUESTION:
+        return text[: ends[-1]]
+    words = text.rstrip().rsplit(maxsplit=1)
+    return words[0] if len(words) == 2 else text
 
 
 # One object for each temperature: to check one again takes longer than the rest of a sequence.
@@ -154,13 +207,22 @@ class Script:
             prompt, room, temperature = sample.tokens, options.max_new_tokens, sample.temperature
         limit = min(room, options.seq_length - len(prompt))
         seed = (sample.noise ^ sample.num_sequences) % _SEEDS
-        return Sequence(list(prompt), limit, _sampling(temperature), seed, self._eos_ids, VANILLA)
+        return Sequence(
+            list(prompt),
+            limit,
+            _sampling(temperature),
+            seed,
+            self._eos_ids,
+            VANILLA,
+            keep_until=_LoopWatch(),
+        )
 
     def take(self, written: Iterable[tuple[Sample, list[int], bool]]) -> None:
         """Add to samples what the target wrote; where it ended the text, the last token says so."""
         asked = []
         for sample, tokens, ended in written:
             sample.num_sequences += 1
+            sample.num_written += len(tokens)
             text = tokens[:-1] if ended else tokens
             if sample.mode != "questions" or sample.messages:
                 self._take_answer(sample, text, tokens[-1] if ended else None)
@@ -175,15 +237,24 @@ class Script:
         if self.turn_end is None and stop:
             text, stopped, _ = text.partition(stop)
             ended = ended or bool(stopped)
-        if not text.strip():
+        found = np.array(tokens)
+        start = loop_start(found)
+        if start is not None:
+            text, ended = (
+                sample.topic + self._tokenizer.decode(tokens[:start], skip_special_tokens=True),
+                False,
+            )
+        asked = text if ended else first_sentences(text)
+        if not asked.strip():
             sample.dropped = "empty"
-        elif not ended:
-            sample.dropped = "unfinished question"
-        elif is_repetitive(found := np.array(tokens)) or loop_start(found) is not None:
+        elif is_repetitive(found[:start]):
             sample.dropped = "loop"
         else:
-            sample.messages = [{"role": "user", "content": text.strip()}]
-            sample.question = signature(found, _QUESTION)
+            sample.question_was_cut = not ended
+            kept = tokens if ended else self._encode(asked.removeprefix(sample.topic))
+            sample.num_lost += max(0, len(tokens) - len(kept))
+            sample.messages = [{"role": "user", "content": asked.strip()}]
+            sample.question = signature(found[:start], _QUESTION)
         return sample.dropped is None
 
     def _take_answer(self, sample: Sample, tokens: list[int], end: int | None) -> None:
@@ -191,14 +262,13 @@ class Script:
             sample.dropped = "empty"
             return
         numbers = np.array(tokens)
-        start = loop_start(numbers)
+        start = repeats_from(numbers)
         if start is not None:
             sample.was_cut = True
+            sample.num_lost += len(tokens) - start
             tokens, numbers, end = tokens[:start], numbers[:start], None
         if start is not None and start < _LEAST_ROOM:
             sample.dropped = "loop"
-        elif is_repetitive(numbers):
-            sample.dropped = "repetitive"
         else:
             sample.add(tokens if end is None else [*tokens, end], Role.TEXT)
             if len(tokens) >= _LEAST_COMPARED:

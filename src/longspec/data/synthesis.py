@@ -49,6 +49,8 @@ _LEAST_SAMPLES = 16
 # Tokens per sample, before any is known.
 _FIRST_GUESS = 256
 _MARGIN = 1.02
+# Counts that are not of samples that were kept or dropped.
+_CUTS = ("loops cut", "questions cut", "tokens written", "tokens lost")
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class SynthesisState:
     next_sample: int = 0
     num_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    """Samples kept, cut, and dropped, by reason."""
+    """Samples kept, and dropped by reason; and what `_CUTS` names."""
     seen: Seen = field(default_factory=Seen)
 
 
@@ -109,7 +111,10 @@ class SynthesisSummary:
     num_samples: int
     kept: int
     loops_cut: int
+    questions_cut: int
     dropped: dict[str, int]
+    lost_share: float
+    """Of all tokens that the target wrote, those of samples that were dropped and those that were cut off."""
     tokens_written: int
     """Written by the target in this run, kept or not."""
     seconds: float
@@ -164,15 +169,18 @@ def summary_of(folder: Path, tokens_written: int = 0, seconds: float = 0.0) -> S
     """The figures of a finished dataset."""
     info = read_info(folder)
     counts = dict(as_record(info.made_by, MadeBy, folder).counts)
-    kept, cut = counts.pop("kept", 0), counts.pop("loops cut", 0)
+    kept = counts.pop("kept", 0)
+    loops, questions, written, lost = (counts.pop(name, 0) for name in _CUTS)
     return SynthesisSummary(
         folder=str(folder),
         num_tokens=info.num_tokens,
         num_sequences=info.num_sequences,
         num_samples=kept + sum(counts.values()),
         kept=kept,
-        loops_cut=cut,
+        loops_cut=loops,
+        questions_cut=questions,
         dropped=counts,
+        lost_share=round(lost / written, 4) if written else 0.0,
         tokens_written=tokens_written,
         seconds=round(seconds, 2),
         tokens_per_second=round(tokens_written / seconds, 1) if seconds else 0.0,
@@ -212,8 +220,14 @@ def _make_shard(
     counts = Counter("kept" if sample.dropped is None else sample.dropped for sample in samples)
     kept = [sample for sample in samples if sample.dropped is None]
     counts["loops cut"] = sum(sample.was_cut for sample in kept)
+    counts["questions cut"] = sum(sample.question_was_cut for sample in kept)
+    counts["tokens written"] = sum(sample.num_written for sample in samples)
+    counts["tokens lost"] = sum(sample.num_lost for sample in kept)
+    counts["tokens lost"] += sum(sample.num_written for sample in samples if sample.dropped is not None)
     if not kept:
-        reasons = ", ".join(f"{number} {reason}" for reason, number in counts.items() if number)
+        reasons = ", ".join(
+            f"{number} {why}" for why, number in counts.items() if number and why not in _CUTS
+        )
         raise UserError(
             f"none of {len(samples)} samples could be kept ({reasons}); "
             "give more prompts or documents, higher temperatures or another target"

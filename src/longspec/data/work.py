@@ -83,9 +83,23 @@ def _end_with(sentinel: int) -> None:
 @contextlib.contextmanager
 def claimed(folder: Path, state: str) -> Iterator[None]:
     """Lock a folder against other processes; if no shard was written, remove what was begun."""
+    is_new = not folder.exists()
+    with locked(folder):
+        try:
+            yield
+        finally:
+            if not any(folder.glob("shard-*")):
+                (folder / state).unlink(missing_ok=True)
+                if is_new:
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make a folder, and lock it against other processes."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: name a folder with --output")
-    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -95,13 +109,6 @@ def claimed(folder: Path, state: str) -> Iterator[None]:
             raise UserError(
                 f"another process works in {folder}: wait for it, or name another folder"
             ) from error
-        try:
-            yield
-        finally:
-            if not any(folder.glob("shard-*")):
-                (folder / state).unlink(missing_ok=True)
-                if is_new:
-                    with contextlib.suppress(OSError):
-                        folder.rmdir()
+        yield
     finally:
         os.close(descriptor)

@@ -42,6 +42,8 @@ class Sequence:
     method: MethodChoice = field(default_factory=Auto)
     stop_after: Callable[[int], bool] | None = None
     """Told of every kept token; True ends the sequence there (a stop string is complete)."""
+    keep_until: Callable[[list[int]], int | None] | None = None
+    """Shown all tokens when some have come; a number ends the sequence there, and drops what came after."""
     on_news: Callable[[Sequence], object] | None = None
     """Told, by whoever leads the engine, when it has something new, and at its end."""
     acceptance: AcceptanceRule = "coupled"
@@ -151,10 +153,19 @@ class Sequence:
         self.tokens += kept
         self.depths += [0] * len(kept)
         self.copied += [False] * len(kept)
-        if len(self.tokens) >= self.max_new_tokens:
+        if self._drop_rest():
+            self.finish("stop")
+        elif len(self.tokens) >= self.max_new_tokens:
             self.finish("length")
         elif self.on_news is not None:
             self.on_news(self)
+
+    def _drop_rest(self) -> bool:
+        """Whether `keep_until` ends the sequence; what it does not keep is dropped."""
+        end = None if self.keep_until is None else self.keep_until(self.tokens)
+        if end is not None:
+            del self.tokens[end:], self.depths[end:], self.copied[end:]
+        return end is not None
 
     def _count(self, method: Method, num_rounds: int) -> None:
         # By identity, because this is done for every row of every round.
@@ -182,7 +193,9 @@ class Sequence:
             if len(self.tokens) >= self.max_new_tokens:
                 self.finish("length")
                 return
-        if self.on_news is not None:
+        if self._drop_rest():
+            self.finish("stop")
+        elif self.on_news is not None:
             self.on_news(self)
 
     def finish(self, reason: str, error: BaseException | None = None) -> None:

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 import torch
 
 from longspec import hub
-from longspec.config import DraftConfig
+from longspec.config import DraftConfig, spread_layers
 from longspec.data.shards import tokenizer_fingerprint
 from longspec.errors import UserError, shown
+from longspec.models.files import read_config
 from longspec.models.pair import Pair, load_pair
 from longspec.models.placement import pick_dtype
 from longspec.prompts import PromptEncoder
@@ -18,6 +19,9 @@ from longspec.train.checkpoints import draft_of
 from longspec.train.layout import Draws
 from longspec.train.samples import Mixture
 from longspec.train.schema import StageSettings, TrainSettings
+
+# Of the tokens that are learnt, so many may a draft propose whose vocabulary is chosen by the data.
+_COVERAGE = 0.998
 
 
 @dataclass(frozen=True)
@@ -36,13 +40,18 @@ def build(settings: TrainSettings, device: torch.device, partitioned: bool) -> P
     load_device = torch.device("cpu") if partitioned else device
     shape = asdict(settings.draft)
     path = shape.pop("path")
+    folder = hub.resolve(settings.target.path).folder
+    if not shape["cross_layers"]:
+        shape["cross_layers"] = spread_layers(read_config(folder).num_layers)
+    if shape["draft_vocab"] < 0:  # a draft that goes on has its own
+        shape["draft_vocab"] = mixture.covering_size(_COVERAGE) if path is None else 0
     dtype = pick_dtype(settings.target.dtype, load_device)
     start = None if path is None else draft_of(path)
     pair = load_pair(
         settings.target.path, start, DraftConfig(**shape), load_device, dtype, seed=settings.seed
     )
     config, draft = pair.target.config, pair.draft
-    tokenizer = PromptEncoder(hub.resolve(settings.target.path).folder).tokenizer
+    tokenizer = PromptEncoder(folder).tokenizer
     mixture.check(config.vocab_size, tokenizer_fingerprint(tokenizer), settings.target.path)
     if draft.vocab_ids is not None and settings.draft.path is None:
         ids = mixture.frequent(len(draft.vocab_ids), sorted(pair.eos_ids), config.vocab_size)
@@ -61,7 +70,8 @@ def _check(settings: TrainSettings, mixture: Mixture) -> None:
     if not 0 <= settings.seed < 2**32:
         raise UserError(f"seed is {shown(settings.seed)}; it must lie between 0 and {2**32 - 1}")
     least = {
-        "stage.micro_batch": stage.micro_batch,
+        "stage.batch": stage.batch,
+        "stage.micro_batch": stage.micro_batch or 1,
         "stage.accumulation": stage.accumulation,
         "stage.lags": stage.lags,
         "stage.num_steps": 1 if stage.num_steps is None else stage.num_steps,

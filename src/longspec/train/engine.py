@@ -53,6 +53,14 @@ class Processes:
         """Processes with the same data rank see the same samples."""
         return self.rank // self.tp_size
 
+    def least(self, value: int, device: torch.device) -> int:
+        """The least of the values that the processes have."""
+        if self.world_size == 1:
+            return value
+        shared = torch.tensor(value, device=device)
+        dist.all_reduce(shared, dist.ReduceOp.MIN)
+        return int(shared)
+
 
 def join(device: torch.device, tp_size: int = 1) -> Processes:
     """Join the processes that a launcher started; without a launcher this process is the only one."""

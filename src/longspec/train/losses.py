@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # The bytes of fp32 scores at a time: small enough for a laptop, large enough to keep a GPU busy.
-_CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}
+CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}
 
 
 Chunk = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
@@ -77,7 +77,7 @@ def score(hidden: Tensor, head: Tensor) -> Tensor:
 
 def chunk_rows(num_scores: int, device: torch.device) -> int:
     """For how many queries scores are computed at a time."""
-    return max(64, _CHUNK_BYTES.get(device.type, 2**26) // (4 * num_scores))
+    return max(64, CHUNK_BYTES.get(device.type, 2**26) // (4 * num_scores))
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -10,8 +10,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from longspec.data.shards import Dataset, Packed
+from longspec.data.shards import Dataset, Packed, Role
 from longspec.errors import UserError, shown
+
+# The size of a vocabulary that is chosen by the data is a multiple of this.
+_STEP = 1024
 
 
 class Mixture:
@@ -56,11 +59,25 @@ class Mixture:
         for dataset in self.datasets:
             dataset.check(vocab_size, tokenizer, target_name)
 
+    def counts(self) -> NDArray[np.int64]:
+        """How often each token occurs in what is written, not in prompts."""
+        counts = np.zeros(max(dataset.info.vocab_size for dataset in self.datasets), np.int64)
+        for dataset in self.datasets:
+            for tokens, roles, *_ in dataset.shards():
+                counts += np.bincount(tokens[roles >= Role.REASONING], minlength=len(counts))
+        return counts
+
+    def covering_size(self, share: float) -> int:
+        """How many of the most frequent tokens make up this share of what is written; a whole `_STEP`."""
+        counts = np.sort(self.counts())[::-1]
+        size = int(np.searchsorted(np.cumsum(counts), share * counts.sum())) + 1
+        return min(-(-size // _STEP) * _STEP, len(counts))
+
     def frequent(self, count: int, always: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
         """The `count` most frequent tokens; those in `always` come first."""
         counts = np.zeros(vocab_size, np.int64)
-        for dataset in self.datasets:
-            counts[: len(dataset.counts)] += dataset.counts
+        written = self.counts()
+        counts[: len(written)] = written
         counts[list(always)] = counts.sum() + 1
         # Stable: of equally frequent tokens the lower id comes first.
         return np.argsort(-counts, kind="stable")[:count]

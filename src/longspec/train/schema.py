@@ -24,17 +24,22 @@ class TargetSettings:
 
 @dataclass
 class DraftSettings:
-    """`path` continues a draft (a run, a draft folder, a .pth); without it, a new one gets this shape."""
+    """`path` continues a draft (a run, a draft folder, a .pth); without it, a new one gets this shape.
+
+    The values here are GLIDE as published; the group `draft` has ours.
+    """
 
     path: str | None = None
     window: int = 512
     max_lag: int = 8
     cross_layers: list[int] = field(default_factory=lambda: [-1])
+    """The target's layers whose KV it reads; none is five layers, spread over the target."""
     use_feature: bool = False
     qkv_bias: bool = True
     final_norm: bool = False
     draft_vocab: int = 0
-    """How many of the training data's most frequent tokens its head can propose; 0 is all."""
+    """How many of the training data's most frequent tokens its head can propose; 0 is all, -1 as many as
+    cover 99.8% of what is learnt."""
     intermediate_size: int = 0
     """The width of its feed-forward; 0 is the target's."""
     lag_gate: bool = False
@@ -53,10 +58,12 @@ class StageSettings:
     num_steps: int | None = None
     """Optimizer steps; without it, `epochs` decides."""
     epochs: float = 1.0
-    micro_batch: int = 1
-    """Sequences per process at a time."""
+    batch: int = 64
+    """Sequences per step, of all processes together, if `micro_batch` is 0."""
+    micro_batch: int = 0
+    """Sequences per process at a time; 0 is as many of `batch` as fit into memory."""
     accumulation: int = 1
-    """Micro-batches per step."""
+    """Micro-batches per step, if `micro_batch` is given."""
     lags: int = 1
     """The draft learns each sequence with this many lags, for one pass of the target."""
     lag_decay: float = 1.0
@@ -111,6 +118,9 @@ class SavingSettings:
     log_steps: int = 10
     max_seconds: float = 0.0
     """After this time, save and stop; resume=latest continues. 0 is no limit."""
+    stage_seconds: float = 0.0
+    """After this time the stage is complete, with fewer steps, and its learning rate has fallen by then. 0 is
+    no limit."""
 
 
 @dataclass
@@ -141,7 +151,7 @@ class TrainSettings:
     resume: str | None = None
     """latest: continue from the newest complete checkpoint, or start if there is none."""
     compile: bool = False
-    """Let torch.compile fuse the target's and the draft's layers (GPU)."""
+    """Let torch.compile fuse the target's and the draft's layers. A CPU never does."""
     target: TargetSettings = field(default_factory=TargetSettings)
     draft: DraftSettings = field(default_factory=DraftSettings)
     stage: StageSettings = field(default_factory=StageSettings)

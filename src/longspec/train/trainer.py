@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from longspec.errors import UserError, check_same
 from longspec.models.draft import GlideDraft
 from longspec.models.draft_files import Fingerprint, save_draft
 from longspec.models.files import clear_unfinished, write_whole
+from longspec.models.placement import free_memory
 from longspec.records import as_record, read_yaml
 from longspec.train import checkpoints, evaluate
 from longspec.train.build import Parts, build
@@ -26,6 +27,7 @@ from longspec.train.compiled import compile_layers
 from longspec.train.engine import Processes, TrainingEngine, join, local_device, zero_stage
 from longspec.train.layout import Layout, head_rows, lay_out
 from longspec.train.losses import one_chunk
+from longspec.train.memory import fitting_micro_batch
 from longspec.train.objective import Objective, Outcome
 from longspec.train.report import Logger, make_loggers, training_bar
 from longspec.train.samples import Order
@@ -66,8 +68,25 @@ def train(config: DictConfig) -> Path:
     _check_run(Path(settings.run), settings, config)
     parts = build(settings, device, zero == 3 or settings.target.tp_size > 1)
     set_seed(settings.seed)
+    settings.stage = divided(settings.stage, parts, processes, device)
     trainer = Trainer(settings, config, parts, processes, device)
     return trainer.run()
+
+
+def divided(stage: StageSettings, parts: Parts, processes: Processes, device: torch.device) -> StageSettings:
+    """The stage with its batch divided into micro-batches that fit, unless the settings say how."""
+    if stage.micro_batch:
+        return stage
+    own, rest = divmod(stage.batch, processes.data_size)
+    if rest:
+        raise UserError(f"stage.batch {stage.batch} is not a multiple of the {processes.data_size} processes")
+    target, draft = parts.pair.target, parts.pair.draft.config
+    # What is free here may not be free there: the processes must agree.
+    free = processes.least(free_memory(device), device)
+    size = fitting_micro_batch(
+        target.config, draft, target.dtype.itemsize, stage.seq_length, own, free, device.type
+    )
+    return replace(stage, micro_batch=size, accumulation=own // size)
 
 
 def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
@@ -118,10 +137,11 @@ class Trainer:
         if self.num_steps < 1:
             raise UserError(
                 f"{self.order.num_sequences} sequences do not make one step of {self.per_step}: "
-                "lower stage.accumulation or stage.micro_batch, or set stage.num_steps"
+                "lower stage.batch (or stage.accumulation and stage.micro_batch), or set stage.num_steps"
             )
         self.engine = TrainingEngine(target, draft, settings.deepspeed.config, self.stage, processes, device)
-        chunk = compile_layers(target, draft) if settings.compile else one_chunk
+        compiles = settings.compile and device.type == "cuda"
+        chunk = compile_layers(target, draft) if compiles else one_chunk
         self.objective = Objective(
             target,
             draft,
@@ -134,6 +154,7 @@ class Trainer:
         )
         self.acceptance: evaluate.Acceptance | None = None
         self.sums = _Sums()
+        self.rate = 0.0
         self.started = time.perf_counter()
 
     def run(self) -> Path:
@@ -152,7 +173,10 @@ class Trainer:
                 assert waiting is not None
                 waiting = self._step(step, waiting, loader)
                 done = step + 1
-                last = done == self.num_steps or self._time_is_up()
+                if self._time_passed(self.settings.saving.stage_seconds) >= 1:
+                    self.num_steps = done
+                over = self._time_passed(self.settings.saving.max_seconds) >= 1
+                last = done == self.num_steps or over
                 saves = last or done % self.settings.saving.save_steps == 0
                 if saves or done % self.settings.saving.log_steps == 0:
                     self._log(done, loggers, update)
@@ -167,13 +191,14 @@ class Trainer:
             logger.close()
         return self.folder
 
-    def _time_is_up(self) -> bool:
-        """Whether `max_seconds` have passed; the first process's clock decides for all."""
-        limit = self.settings.saving.max_seconds
+    def _time_passed(self, limit: float) -> float:
+        """The share of a limit that has passed, by the first process's clock; 0 if there is no limit."""
         if not limit:
-            return False
-        over = self.processes.first and time.perf_counter() - self.started >= limit
-        return bool(self.engine.sum(torch.tensor(float(over), dtype=torch.float64)) > 0)
+            return 0.0
+        passed = (time.perf_counter() - self.started) / limit if self.processes.first else 0.0
+        # The sum is over processes with different samples; only one of the first process's group has a clock.
+        shared = torch.tensor(passed * self.processes.tp_size, dtype=torch.float64)
+        return float(self.engine.sum(shared))
 
     def _begin(self) -> int:
         """Make the folder, or load its newest checkpoint; returns the first step to do."""
@@ -233,14 +258,16 @@ class Trainer:
         num_queries = max(1.0, float(self.engine.sum(torch.tensor(float(sum(counts)), dtype=torch.float64))))
         # DeepSpeed averages over backward passes and processes; the loss is the mean over all queries.
         scale = len(counts) * self.processes.data_size / num_queries
-        rate = learning_rate(self.stage, step, self.num_steps)
+        passed = self._time_passed(self.settings.saving.stage_seconds)
+        progress = max(step, min(int(passed * self.num_steps), self.num_steps - 1))
+        self.rate = learning_rate(self.stage, progress, self.num_steps)
         for layouts in micro_batches:
             read = self.objective.read(layouts[0])  # the target's pass does not depend on the lag
             self.sums.num_tokens += layouts[0].tokens.numel() * self.processes.data_size
             for layout in layouts:
                 outcome = self.objective(layout, read)
                 self.engine.backward(outcome.loss * scale)
-                self.engine.step(rate)
+                self.engine.step(self.rate)
                 self._note(layout, outcome)
         self.sums.num_queries += num_queries
         return following
@@ -270,7 +297,7 @@ class Trainer:
                 for lag in range(1, max_lag + 1)
                 if table[lag, 2]
             },
-            "lr": learning_rate(self.stage, step - 1, self.num_steps),
+            "lr": self.rate,
             "tokens": step * self.per_step * self.stage.seq_length,
             "tokens_per_second": sums.num_tokens / seconds,
             "seconds": seconds,

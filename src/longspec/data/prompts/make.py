@@ -1,4 +1,4 @@
-"""A file of prompts by shares of kinds; a prompt is decided by the seed and its number."""
+"""Prompts by shares of kinds; the seed and the number of a prompt decide it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from longspec.data.held_out import HeldOut
+from longspec.data.prompts import code, functions, language, maths, passages, writing
+from longspec.data.prompts.library import Library
 from longspec.errors import UserError
-from recipes.smollm2.held_out import HeldOut
-from recipes.smollm2.prompts import code, functions, language, maths, passages, writing
-from recipes.smollm2.prompts.library import Library
 
 Maker = Callable[[Random, Library], dict[str, Any]]
 # How often another prompt is tried in the place of one that is there already or held out.
 _TRIES = 100
+# A prompt of the user is answered so many times, at different temperatures.
+_OWN_TIMES = 3
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,13 @@ KINDS: dict[str, Kind] = {
     "letters": Kind(writing.letters, 4),
     "stories": Kind(writing.stories, 4),
     "advice": Kind(writing.advice, 5),
+    "structured": Kind(writing.structured, 4),
+    "reports": Kind(writing.reports, 3),
     "roles": Kind(writing.roles, 3),
     "conversations": Kind(writing.conversations, 6),
     "essays": Kind(writing.essays, 0),
     "long_texts": Kind(passages.long_texts, 0, needs_books=True),
+    "long_retrieval": Kind(passages.long_retrieval, 0, needs_books=True),
 }
 
 
@@ -75,8 +80,12 @@ def make_prompts(
     shares: Mapping[str, float] | None = None,
     seed: int = 0,
     on_prompt: Callable[[int], None] = lambda number: None,
+    own: Sequence[dict[str, Any]] = (),
 ) -> Made:
-    """Write a JSONL of so many different prompts: `id`, `kind`, and `prompt`, `turns` or `messages`."""
+    """Write a JSONL of so many different prompts: `id`, `kind`, and `prompt`, `turns` or `messages`.
+
+    `own` are prompts of the user: half of the lines are theirs, as far as each comes `_OWN_TIMES` at most.
+    """
     names, weights = _shares(shares, library)
     if number < 1:
         raise UserError(f"number is {number}; it must be at least 1")
@@ -90,9 +99,12 @@ def make_prompts(
         with open(unfinished, "w", encoding="utf-8") as file:
             for index in range(number):
                 rng = Random(f"{seed} {index}")
-                kind = rng.choices(names, weights)[0]
-                record = _fresh(rng, kind, library, held_out, seen, dropped)
-                line = json.dumps({"id": f"{kind}-{index}", "kind": kind, **record}, ensure_ascii=False)
+                if index % 2 and index // 2 < _OWN_TIMES * len(own):
+                    kind, record = "own", own[index // 2 % len(own)]
+                else:
+                    kind = rng.choices(names, weights)[0]
+                    record = _fresh(rng, kind, library, held_out, seen, dropped)
+                line = json.dumps(record | {"id": f"{kind}-{index}", "kind": kind}, ensure_ascii=False)
                 file.write(line + "\n")
                 counts[kind] += 1
                 characters += len(line)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from longspec import UserError
+from longspec.data.collect import collect
+from longspec.data.held_out import HeldOut
+from longspec.data.prompts.library import Library
+from longspec.data.prompts.make import KINDS, make_prompts
 from longspec.data.records import read_prompt
-from recipes.smollm2.collect import collect
-from recipes.smollm2.held_out import HeldOut
-from recipes.smollm2.prompts.library import Library
-from recipes.smollm2.prompts.make import KINDS, make_prompts
 
 # What is measured on, as the file of measurements has it and as the book has it.
 SECRET = (

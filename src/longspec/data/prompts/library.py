@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+from longspec.data.collect import SOURCE
 from longspec.data.records import read_records
 from longspec.errors import UserError
-from recipes.smollm2.collect import SOURCE
 
 # A sentence: from a capital to its full stop, without headings, verse and tables.
 _SENTENCE = re.compile(r"(?<![\w.])[A-Z][^.!?\n|*_#\[\]]{30,220}[.!?](?=[\s\"'])")
 _NAME = re.compile(r"(?<=[a-z,] )[A-Z][a-z]{2,}(?: [A-Z][a-z]{2,})?")
 _LONGEST_PARSED = 80_000
 _TRIES = 50
+# Characters of a long prompt: at least, and at most where a caller does not say.
+_SHORTEST_LONG, LONGEST = 4_000, 26_000
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class Function:
 class Library:
     """The documents that `collect` wrote, to quote from at random."""
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[str], longest: int = LONGEST) -> None:
+        """`longest` is the most characters that a long prompt quotes."""
+        self._longest = longest
         books: list[str] = []
         sources: list[str] = []
         for _, record in read_records(paths):
@@ -56,6 +60,11 @@ class Library:
         """Whether there is code to quote."""
         return bool(self._sources.texts)
 
+    def long_size(self, rng: Random) -> int:
+        """Characters of a long prompt: every doubling up to the longest is as likely."""
+        least = min(_SHORTEST_LONG, self._longest / 4)
+        return int(least * (self._longest / least) ** rng.random())
+
     def passage(self, rng: Random, least: int, most: int) -> str:
         """Whole paragraphs of a book, the last one cut at a sentence; `least` to `most` characters."""
         for _ in range(_TRIES):
@@ -67,12 +76,14 @@ class Library:
             piece = piece[: max(ends) + 1] + ('"' if max(ends) == ends[2] >= 0 else "")
             if len(piece) >= least * 0.8 and piece.count("|") + piece.count("#") < 4:
                 return piece
-        raise UserError(f"the books have no passages of {least} characters; collect longer ones")
+        return self.pages(rng, most)  # the texts have no such paragraphs
 
     def pages(self, rng: Random, characters: int) -> str:
-        """A long stretch of one book, from a paragraph on."""
+        """A long stretch of one book, from a paragraph on; of short texts, several one after the other."""
         text, place = self._books.draw(rng)
-        place = min(place, max(0, len(text) - characters))
+        if len(text) <= characters:
+            return self._books.joined(rng, characters)
+        place = min(place, len(text) - characters)
         begin = text.find("\n\n", place, place + 4000) + 2 if place else 0
         return text[max(begin, 0) : max(begin, 0) + characters].strip()
 
@@ -83,11 +94,13 @@ class Library:
             found = _SENTENCE.search(text, place, place + 3000)
             if found:
                 return found[0]
-        raise UserError("the books have no sentences to quote; collect some in prose")
+        return " ".join(self.pages(rng, 200).split())  # the texts have no sentences
 
     def file(self, rng: Random, characters: int) -> str:
-        """The beginning of a source file, or a stretch of it that begins at a line's start."""
+        """A stretch of a source file that begins at a line's start; of short files, several."""
         text, place = self._sources.draw(rng)
+        if len(text) < characters // 2:
+            return self._sources.joined(rng, characters).rsplit("\n", 1)[0]
         if rng.random() < 0.5 or len(text) <= characters:
             return text[:characters].rsplit("\n", 1)[0]
         begin = text.find("\n", min(place, len(text) - characters)) + 1
@@ -115,6 +128,14 @@ class _Shelf:
         place = rng.randrange(self._ends[-1])
         index = bisect.bisect_right(self._ends, place)
         return self.texts[index], place - (self._ends[index - 1] if index else 0)
+
+    def joined(self, rng: Random, characters: int) -> str:
+        """Texts one after the other, the last one cut."""
+        parts, size = [], 0
+        while size < characters:
+            parts.append(rng.choice(self.texts).strip())
+            size += len(parts[-1]) + 2
+        return "\n\n".join(parts)[:characters]
 
 
 def names_in(text: str) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from recipes.smollm2.prompts.library import Library
-from recipes.smollm2.prompts.wordings import sections, wordings, words
+from longspec.data.prompts.library import Library
+from longspec.data.prompts.wordings import sections, wordings, words
 
 
 def _english(rng: Random, library: Library) -> str:

@@ -8,9 +8,9 @@ from functools import cache
 from random import Random
 from typing import Any
 
-from recipes.smollm2.prompts import small
-from recipes.smollm2.prompts.library import Library
-from recipes.smollm2.prompts.wordings import wordings, words
+from longspec.data.prompts import small
+from longspec.data.prompts.library import Library
+from longspec.data.prompts.wordings import wordings, words
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _IMPORTS = ("", "", "", "from typing import List\n\n\n", "import math\n\n\n")

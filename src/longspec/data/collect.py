@@ -13,9 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TextIO
 
+from longspec.data.held_out import HeldOut
 from longspec.data.records import read_records
 from longspec.errors import UserError
-from recipes.smollm2.held_out import HeldOut
 
 STDLIB = "stdlib"
 BOOK, SOURCE = "book", "source"
@@ -87,11 +87,13 @@ def _write(
 
 
 def _documents(books: Sequence[str], packages: Sequence[str], licence: str) -> Iterator[Document]:
-    for _, record in read_records(books):
-        text = record.get("text")
-        if not isinstance(text, str) or not _encodes(text):
-            raise UserError(f"a record of {', '.join(books)} has no text 'text'")
-        yield BOOK, "books", str(record.get("licence", licence)), _plain(text)
+    for book in books:
+        for _, record in read_records([book]):
+            text = record.get("text")
+            if not isinstance(text, str) or not _encodes(text):
+                raise UserError(f"a record of {book} has no text 'text'")
+            source = str(record.get("source", Path(book).name.partition(".")[0]))
+            yield BOOK, source, str(record.get("licence", licence)), _plain(text)
     for name in packages:
         under, files = _package(name)
         for path in files:

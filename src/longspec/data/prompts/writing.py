@@ -6,11 +6,12 @@ import re
 from random import Random
 from typing import Any
 
-from recipes.smollm2.prompts.library import Library
-from recipes.smollm2.prompts.wordings import wordings, words
+from longspec.data.prompts.library import Library
+from longspec.data.prompts.wordings import wordings, words
 
 # An article before a vowel, but for words like "university" and "one".
 _ARTICLE = re.compile(r"\b([Aa]) (?=[aeio])(?!one|eu)")
+_PLACE = re.compile(r"\{([a-z0-9]+)\}")
 _SINGLE = {
     "a": "names",
     "b": "names",
@@ -33,8 +34,9 @@ def _drawn(rng: Random, *names: str) -> str:
     topics = (*words("science"), *words("society"), *(words("tech") if rng.random() < 0.5 else ()))
     first, second = rng.sample(topics, 2)
     values = {place: rng.choice(words(section)) for place, section in _SINGLE.items()}
+    values |= {"t": first, "t2": second, "n": str(rng.randint(3, 9))}
     # What the template goes into, `{}`, is for the caller.
-    filled = template.replace("{}", "{{}}").format(t=first, t2=second, n=rng.randint(3, 9), **values)
+    filled = _PLACE.sub(lambda found: values[found[1]], template)
     return _ARTICLE.sub(r"\1n ", filled)
 
 
@@ -73,6 +75,16 @@ def advice(rng: Random, library: Library) -> dict[str, Any]:
 def essays(rng: Random, library: Library) -> dict[str, Any]:
     """What asks for a long answer."""
     return {"prompt": _drawn(rng, "essays")}
+
+
+def reports(rng: Random, library: Library) -> dict[str, Any]:
+    """News, minutes, transcripts: texts with names and figures, which other prompts can then quote."""
+    return {"prompt": _drawn(rng, "reports")}
+
+
+def structured(rng: Random, library: Library) -> dict[str, Any]:
+    """What is to be answered in JSON."""
+    return _asked(rng, "json")
 
 
 def roles(rng: Random, library: Library) -> dict[str, Any]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from recipes.smollm2.prompts.library import Library, names_in
-from recipes.smollm2.prompts.wordings import wordings, words
+from longspec.data.prompts.library import Library, names_in
+from longspec.data.prompts.wordings import wordings, words
+
+# Characters that a passage takes among others.
+_RETRIEVED = 500
 
 
 def _filled(rng: Random, template: str, text: str) -> dict[str, Any]:
@@ -47,7 +50,16 @@ def questions_on_text(rng: Random, library: Library) -> dict[str, Any]:
 
 def retrieval(rng: Random, library: Library) -> dict[str, Any]:
     """Several passages and a question about one of them."""
-    texts = [library.passage(rng, 250, 700) for _ in range(rng.randint(2, 5))]
+    return _retrieve(rng, library, rng.randint(2, 5))
+
+
+def long_retrieval(rng: Random, library: Library) -> dict[str, Any]:
+    """As many passages as fit into a long prompt, and a question about one of them."""
+    return _retrieve(rng, library, max(2, library.long_size(rng) // _RETRIEVED))
+
+
+def _retrieve(rng: Random, library: Library, number: int) -> dict[str, Any]:
+    texts = [library.passage(rng, 250, 700) for _ in range(number)]
     names = names_in(rng.choice(texts)) or ["the narrator"]
     others = names_in(" ".join(texts)) or names
     asked = rng.choice(wordings("passages", "retrieve_asked")).format(
@@ -61,10 +73,8 @@ def retrieval(rng: Random, library: Library) -> dict[str, Any]:
 
 
 def long_texts(rng: Random, library: Library) -> dict[str, Any]:
-    """Pages of a book or a source file, 4,000 to 26,000 characters, and what to do with them."""
-    length = rng.randint(4_000, 26_000)
+    """Pages of a book or source files, and what to do with them."""
+    length = library.long_size(rng)
     if library.has_sources and rng.random() < 0.3:
-        return _filled(
-            rng, rng.choice(wordings("passages", "long_code")), library.file(rng, min(length, 20_000))
-        )
+        return _filled(rng, rng.choice(wordings("passages", "long_code")), library.file(rng, length))
     return _filled(rng, rng.choice(wordings("passages", "long")), library.pages(rng, length))

@@ -1,0 +1,1 @@
+"""`longspec draft`: from a target to a measured draft, with one command."""

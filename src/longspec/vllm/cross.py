@@ -1,0 +1,119 @@
+"""Cross-attention over the target's pages, by the attention backend that vLLM uses for the target."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longspec.errors import UserError
+from longspec.models.draft import GlideDraft
+from longspec.vllm.chain import CrossAttention
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+def check_target(config: VllmConfig) -> None:
+    """Refuse what the draft cannot read yet."""
+    parallel = config.parallel_config
+    sizes = {
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size > 1:
+            raise UserError(f"{name} is {size}; a longspec draft needs 1 in this version")
+    cache_dtype = config.cache_config.cache_dtype
+    if cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+        raise UserError(f"kv_cache_dtype is {cache_dtype!r}; a longspec draft needs one that is not quantised")
+
+
+class PagedCross:
+    """Reads the KV of the target's layers where vLLM keeps it. A pass of the target is never disturbed."""
+
+    def __init__(self, config: VllmConfig, draft: GlideDraft, runner: GPUModelRunner) -> None:
+        found = config.compilation_config.static_forward_context
+        wanted = draft.config.layers_of(draft.target_config)
+        names = {layer: f"model.layers.{layer}.self_attn.attn" for layer in wanted}
+        missing = [name for name in names.values() if name not in found]
+        if missing:
+            raise UserError(f"this vLLM does not fit longspec: its target has no layer {missing[0]!r}")
+        self._layers = {layer: found[name] for layer, name in names.items()}
+        for name, layer in zip(names.values(), self._layers.values(), strict=True):
+            backend = layer.get_attn_backend()
+            if getattr(backend, "forward_includes_kv_cache_update", True):
+                raise UserError(
+                    f"the attention backend {backend.get_name()} of {name} writes KV when it attends; "
+                    "choose another one (--attention-backend)"
+                )
+        self._groups = {layer: _group_of(runner, name) for layer, name in names.items()}
+
+    def at(
+        self, common: CommonAttentionMetadata, index: list[int], lengths: list[int]
+    ) -> CrossAttention:
+        """Attention of the requests at `index`, one query each, over their first `lengths` entries."""
+        shared = _one_query_each(common, index, lengths)
+        plans: dict[int, Any] = {}
+        for group in self._groups.values():
+            if id(group) not in plans:
+                plans[id(group)] = _plan(group, shared)
+
+        def cross(layer: int, q: Tensor) -> Tensor:
+            module, out = self._layers[layer], torch.empty_like(q, memory_format=torch.contiguous_format)
+            # Keys and values are those in the cache; what is passed for new ones is not read.
+            new = q[:, : module.num_kv_heads]
+            plan = plans[id(self._groups[layer])]
+            module.impl.forward(module, q.contiguous(), new, new, module.kv_cache, plan, out)
+            return out
+
+        return cross
+
+
+def _group_of(runner: GPUModelRunner, name: str) -> Any:
+    """The attention group that a layer belongs to. vLLM tells proposers the pages of the first KV cache group
+    only."""
+    found = next((group for group in runner.attn_groups[0] if name in group.layer_names), None)
+    if found is None:
+        raise UserError(f"{name} is not in the first KV cache group; longspec drafts need a target with one")
+    return found
+
+
+def _one_query_each(
+    common: CommonAttentionMetadata, index: list[int], lengths: list[int]
+) -> CommonAttentionMetadata:
+    """A batch with one query for each request: as its last entry, so that it sees all `lengths` of them."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    count, device = len(index), common.seq_lens.device
+    starts = torch.arange(count + 1, dtype=torch.int32)
+    table = common.block_table_tensor
+    if index != list(range(len(table))):
+        table = table[torch.tensor(index, device=device)]
+    lengths_cpu = torch.tensor(lengths, dtype=torch.int32)
+    known = {field.name for field in fields(CommonAttentionMetadata)}
+    optional = {"seq_lens_cpu_upper_bound": lengths_cpu}
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=lengths_cpu.to(device),
+        num_reqs=count,
+        num_actual_tokens=count,
+        max_query_len=1,
+        max_seq_len=max(lengths),
+        block_table_tensor=table,
+        slot_mapping=common.slot_mapping[:count],
+        **{name: value for name, value in optional.items() if name in known},
+    )
+
+
+def _plan(group: Any, common: CommonAttentionMetadata) -> Any:
+    """The backend's own form of a batch."""
+    if hasattr(group, "build_metadata_for_drafting"):
+        return group.build_metadata_for_drafting(common, 0)
+    return group.get_metadata_builder().build_for_drafting(common_attn_metadata=common, draft_index=0)

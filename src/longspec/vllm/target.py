@@ -1,0 +1,51 @@
+"""What the draft takes from vLLM's target: its fingerprint, and its head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from longspec.config import ModelConfig
+from longspec.models.draft import GlideDraft
+from longspec.models.draft_files import Fingerprint, load_draft_for
+from longspec.models.families import FAMILIES
+from longspec.models.layers import Linear, PackedLinear, scores
+from longspec.models.target import Transformer
+
+Choose = Callable[[Tensor], Tensor]
+"""The best token, int64 [B], for hidden states [B, E]."""
+
+
+def load_for(folder: Path, config: ModelConfig, target: nn.Module, target_name: str) -> GlideDraft:
+    """Read a draft, and check that it was trained for this target."""
+    return load_draft_for(folder, config, _fingerprint(config, target), target_name).draft
+
+
+def _fingerprint(config: ModelConfig, target: nn.Module) -> Fingerprint:
+    """Of the sampled weights vLLM keeps the checkpoint's names; where it does not, the shape must do."""
+    held, dtype = dict(target.named_parameters()), next(target.parameters()).dtype
+    sources = {ours: theirs[0] for ours, theirs in FAMILIES[config.family].weights(config)}
+    with torch.device("meta"):
+        names = [name for name, _ in Transformer(config).named_parameters() if name.endswith("norm.weight")]
+    found = [held[sources[name]] for name in ("embedding", *names) if sources[name] in held]
+    if len(found) != len(names) + 1:
+        return Fingerprint.sampled(config, dtype, None, [])
+    # vLLM pads the embedding to a multiple of 64 rows.
+    return Fingerprint.sampled(config, dtype, found[0][: config.vocab_size], found[1:])
+
+
+def choose_with(target: nn.Module, vocab_ids: Tensor | None) -> Choose:
+    """The choice among the draft's vocabulary, or among all tokens."""
+    if vocab_ids is None:
+        return lambda hidden: target.compute_logits(hidden).argmax(-1)
+    weight = getattr(getattr(target, "lm_head", None), "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or len(weight) <= int(vocab_ids.max()):
+        # The head is quantised, or kept in a layout of its own.
+        return lambda hidden: vocab_ids[target.compute_logits(hidden)[:, vocab_ids].argmax(-1)]
+    rows = Linear(weight.shape[1], len(vocab_ids))
+    rows.weight = nn.Parameter(weight.detach()[vocab_ids].clone(), requires_grad=False)
+    head = PackedLinear(rows) if PackedLinear.supports(rows) else rows
+    return lambda hidden: vocab_ids[scores(head, hidden).argmax(-1)]

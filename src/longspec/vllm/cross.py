@@ -31,7 +31,9 @@ def check_target(config: VllmConfig) -> None:
             raise UserError(f"{name} is {size}; a longspec draft needs 1 in this version")
     cache_dtype = config.cache_config.cache_dtype
     if cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
-        raise UserError(f"kv_cache_dtype is {cache_dtype!r}; a longspec draft needs one that is not quantised")
+        raise UserError(
+            f"kv_cache_dtype is {cache_dtype!r}; a longspec draft needs one that is not quantised"
+        )
 
 
 class PagedCross:
@@ -54,15 +56,20 @@ class PagedCross:
                 )
         self._groups = {layer: _group_of(runner, name) for layer, name in names.items()}
 
-    def at(
-        self, common: CommonAttentionMetadata, index: list[int], lengths: list[int]
-    ) -> CrossAttention:
-        """Attention of the requests at `index`, one query each, over their first `lengths` entries."""
-        shared = _one_query_each(common, index, lengths)
+    @property
+    def can_capture(self) -> bool:
+        """Whether one plan serves all batches of a size: FlashAttention's reads lengths and pages on the
+        device, others' are made on the host."""
+        return all(layer.get_attn_backend().get_name() == "FLASH_ATTN" for layer in self._layers.values())
+
+    def over(self, table: Tensor, lengths: Tensor, longest: int) -> CrossAttention:
+        """Attention of one query a row over pages [B, M] as far as `lengths`, int32 [B]. None is longer than
+        `longest`."""
+        batch = _one_query_each(table, lengths, longest)
         plans: dict[int, Any] = {}
         for group in self._groups.values():
             if id(group) not in plans:
-                plans[id(group)] = _plan(group, shared)
+                plans[id(group)] = _plan(group, batch)
 
         def cross(layer: int, q: Tensor) -> Tensor:
             module, out = self._layers[layer], torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -84,31 +91,25 @@ def _group_of(runner: GPUModelRunner, name: str) -> Any:
     return found
 
 
-def _one_query_each(
-    common: CommonAttentionMetadata, index: list[int], lengths: list[int]
-) -> CommonAttentionMetadata:
-    """A batch with one query for each request: as its last entry, so that it sees all `lengths` of them."""
+def _one_query_each(table: Tensor, lengths: Tensor, longest: int) -> CommonAttentionMetadata:
+    """A batch with one query a row: as its last entry, so that it sees all of them."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    count, device = len(index), common.seq_lens.device
+    count, device = len(table), table.device
     starts = torch.arange(count + 1, dtype=torch.int32)
-    table = common.block_table_tensor
-    if index != list(range(len(table))):
-        table = table[torch.tensor(index, device=device)]
-    lengths_cpu = torch.tensor(lengths, dtype=torch.int32)
     known = {field.name for field in fields(CommonAttentionMetadata)}
-    optional = {"seq_lens_cpu_upper_bound": lengths_cpu}
+    bound = {"seq_lens_cpu_upper_bound": torch.full((count,), longest, dtype=torch.int32)}
     return CommonAttentionMetadata(
         query_start_loc=starts.to(device),
         query_start_loc_cpu=starts,
-        seq_lens=lengths_cpu.to(device),
+        seq_lens=lengths,
         num_reqs=count,
         num_actual_tokens=count,
         max_query_len=1,
-        max_seq_len=max(lengths),
+        max_seq_len=longest,
         block_table_tensor=table,
-        slot_mapping=common.slot_mapping[:count],
-        **{name: value for name, value in optional.items() if name in known},
+        slot_mapping=torch.zeros(count, dtype=torch.int64, device=device),  # nothing is written
+        **{name: value for name, value in bound.items() if name in known},
     )
 
 

@@ -56,7 +56,8 @@ def install() -> None:
     missing = [name for name in _NEEDED if signature is None or name not in signature.parameters]
     if original is None or signature is None or missing:
         raise UserError(
-            f"this vLLM does not fit longspec: GPUModelRunner.propose_draft_token_ids has no {', '.join(missing)}"
+            "this vLLM does not fit longspec: GPUModelRunner.propose_draft_token_ids has no "
+            + ", ".join(missing)
         )
     GPUModelRunner.propose_draft_token_ids = _handing_over(original, signature)
 

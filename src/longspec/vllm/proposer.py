@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.models.families import config_from_hf
 from longspec.models.layers import pack_linears
 from longspec.models.rope import RopeTable
-from longspec.vllm.chain import Parts, Roots, draft_chain, read_text
+from longspec.vllm.captured import CapturedChains, Work
+from longspec.vllm.chain import CrossAttention, Parts, Roots, draft_chain, read_text
 from longspec.vllm.cross import PagedCross, check_target
 from longspec.vllm.handover import Step, install
 from longspec.vllm.ring import BatchRing, RingRows
 from longspec.vllm.settings import SECTION
-from longspec.vllm.target import choose_with, load_for
+from longspec.vllm.target import ServedTarget, choose_with, load_for
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,14 +37,16 @@ class DraftProposer:
         self._num_tokens = vllm_config.speculative_config.num_speculative_tokens
         self._folder = _draft_folder(vllm_config)
         self._target = config_from_hf(vllm_config.model_config.hf_config)
-        num_rows = vllm_config.scheduler_config.max_num_seqs
-        self._rows = RingRows(num_rows)
+        self._rows = RingRows(vllm_config.scheduler_config.max_num_seqs)
         self._parts: Parts | None = None
         self._cross: PagedCross | None = None
+        self._captured: CapturedChains | None = None
+        eager = vllm_config.speculative_config.enforce_eager
+        self._eager = vllm_config.model_config.enforce_eager if eager is None else eager
         self.step: Step | None = None
         """What the model runner knows of this step."""
 
-    def load_model(self, target_model: nn.Module) -> None:
+    def load_model(self, target_model: ServedTarget) -> None:
         """Load the draft, and allocate its ring: now, so that vLLM counts both when it sizes its KV cache."""
         model_config = self._config.model_config
         device, dtype = next(target_model.parameters()).device, model_config.dtype
@@ -64,7 +67,7 @@ class DraftProposer:
         token_ids_cpu: np.ndarray[Any, Any],
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """The chain behind each request's newest token; nothing for a request whose prompt is not complete."""
+        """The chain behind each request's newest token; nothing while its prompt is not complete."""
         step, parts = self.step, self._parts
         assert step is not None
         assert parts is not None
@@ -72,15 +75,41 @@ class DraftProposer:
         index = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
         if not index:
             return drafted
-        if self._cross is None:
-            self._cross = PagedCross(self._config, parts.draft, step.runner)
         positions = [int(num_tokens_no_spec[row]) - 1 for row in index]
         roots = self._roots(parts, step, index, positions, sampled_token_ids, token_ids_cpu)
-        cross = self._cross.at(step.common, index, positions)
-        chains = draft_chain(parts, roots, self._num_tokens, cross).tolist()
+        table = step.common.block_table_tensor
+        if index != list(range(len(table))):
+            table = table[torch.tensor(index, device=table.device)]
+        chains = self._draft(parts, step, roots, table, max(positions)).tolist()
         for row, chain in zip(index, chains, strict=True):
             drafted[row] = chain
         return drafted
+
+    def _draft(self, parts: Parts, step: Step, roots: Roots, table: Tensor, longest: int) -> Tensor:
+        if self._cross is None:
+            self._cross = PagedCross(self._config, parts.draft, step.runner)
+            self._captured = self._make_captured(parts, self._cross)
+        if self._captured is not None:
+            return self._captured(roots, table)
+        cross = self._cross.over(table, roots.positions.to(torch.int32), longest)
+        return draft_chain(parts, roots, self._num_tokens, cross)
+
+    def _make_captured(self, parts: Parts, cross: PagedCross) -> CapturedChains | None:
+        """None where chains are launched one operation after the other."""
+        device, longest = parts.ring.keys.device, self._config.model_config.max_model_len
+        if device.type != "cuda" or self._eager or not cross.can_capture:
+            return None
+        pool = torch.cuda.graph_pool_handle()
+
+        def record(work: Work) -> Work:
+            from longspec.engine.graph import capture
+
+            return capture([work], device, pool)[0].replay
+
+        def over(table: Tensor, lengths: Tensor) -> CrossAttention:
+            return cross.over(table, lengths, longest)
+
+        return CapturedChains(parts, self._num_tokens, over, record)
 
     def _roots(
         self,
@@ -100,17 +129,23 @@ class DraftProposer:
         for request, ring_row, row, root in zip(requests, rows, index, positions, strict=True):
             first = max(self._rows.num_read(request, root), root - parts.ring.window + 1)
             if root + 1 - first > width:
-                read_text(parts, ring_row, torch.from_numpy(text[row, first:root].astype("int64")).to(device), first)
+                unread = torch.from_numpy(text[row, first:root].astype("int64"))
+                read_text(parts, ring_row, unread.to(device), first)
                 first = root
             num_unread.append(root + 1 - first)
             tokens.append([int(text[row, max(root - back, 0)]) for back in range(width)])
             self._rows.note_read(request, root)
-        whole = (torch.tensor(values, device=device) for values in (rows, positions, tokens, num_unread))
-        return Roots(*whole, step.feature(index, sampled))
+        numbers = [[*fixed, *back] for *fixed, back in zip(rows, positions, num_unread, tokens, strict=True)]
+        whole = torch.tensor(numbers).to(device)  # in one copy
+        return Roots(whole[:, 0], whole[:, 1], whole[:, 3:], whole[:, 2], step.feature(index, sampled))
 
 
 def _draft_folder(vllm_config: VllmConfig) -> Path:
-    section = vllm_config.additional_config.get(SECTION) if isinstance(vllm_config.additional_config, dict) else None
+    section = (
+        vllm_config.additional_config.get(SECTION)
+        if isinstance(vllm_config.additional_config, dict)
+        else None
+    )
     if not isinstance(section, dict) or "draft" not in section:
         raise UserError(
             'the draft is not named: pass --speculative-config \'{"method": "longspec", "model": DRAFT}\''

@@ -17,6 +17,7 @@ SECTION = "longspec"
 _DEFAULT_TOKENS = 4
 # vLLM's own keys that mean something for our draft too; the others are for drafts that vLLM loads itself.
 _PASSED_ON = (
+    "enforce_eager",
     "rejection_sample_method",
     "synthetic_acceptance_rates",
     "synthetic_acceptance_length",
@@ -51,7 +52,9 @@ def read_settings(given: Mapping[str, Any] | None) -> DraftSettings | None:
 
     model = given.get("model")
     if not isinstance(model, str):
-        raise UserError(f"speculative config: model is {shown(model)}; name a draft folder, a file or a hub id")
+        raise UserError(
+            f"speculative config: model is {shown(model)}; name a draft folder, a file or a hub id"
+        )
     check_keys(given)
     folder = resolve_draft(model, revision=given.get("revision"))
     deepest = read_draft_config(folder).max_lag

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +16,33 @@ from longspec.models.families import FAMILIES
 from longspec.models.layers import Linear, PackedLinear, scores
 from longspec.models.target import Transformer
 
+
+class ServedTarget(Protocol):
+    """The target as vLLM has loaded it."""
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """The embeddings of tokens."""
+        ...
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """The head's scores of final hidden states [B, E]."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
 Choose = Callable[[Tensor], Tensor]
 """The best token, int64 [B], for hidden states [B, E]."""
 
 
-def load_for(folder: Path, config: ModelConfig, target: nn.Module, target_name: str) -> GlideDraft:
+def load_for(folder: Path, config: ModelConfig, target: ServedTarget, target_name: str) -> GlideDraft:
     """Read a draft, and check that it was trained for this target."""
     return load_draft_for(folder, config, _fingerprint(config, target), target_name).draft
 
 
-def _fingerprint(config: ModelConfig, target: nn.Module) -> Fingerprint:
+def _fingerprint(config: ModelConfig, target: ServedTarget) -> Fingerprint:
     """Of the sampled weights vLLM keeps the checkpoint's names; where it does not, the shape must do."""
     held, dtype = dict(target.named_parameters()), next(target.parameters()).dtype
     sources = {ours: theirs[0] for ours, theirs in FAMILIES[config.family].weights(config)}
@@ -37,7 +55,7 @@ def _fingerprint(config: ModelConfig, target: nn.Module) -> Fingerprint:
     return Fingerprint.sampled(config, dtype, found[0][: config.vocab_size], found[1:])
 
 
-def choose_with(target: nn.Module, vocab_ids: Tensor | None) -> Choose:
+def choose_with(target: ServedTarget, vocab_ids: Tensor | None) -> Choose:
     """The choice among the draft's vocabulary, or among all tokens."""
     if vocab_ids is None:
         return lambda hidden: target.compute_logits(hidden).argmax(-1)

@@ -14,10 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ |= {
+SURROUNDINGS = os.environ | {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -38,6 +37,7 @@ def answer(engine: Any, prompts: list[list[int]], sampling: Any) -> list[list[li
 
 
 def main() -> None:
+    os.environ |= SURROUNDINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     from vllm import LLM, SamplingParams
 
     job = json.load(sys.stdin)

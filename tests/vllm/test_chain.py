@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import longspec.api
 from longspec import LongSpec, UserError
 from longspec.hub import resolve_draft
-from longspec.models.draft import DraftHead
 from longspec.models.layers import Linear, scores
 from longspec.models.rope import RopeTable
 from longspec.vllm.captured import CapturedChains
-from longspec.vllm.chain import CrossAttention, Parts, Roots, draft_chain, read_text
+from longspec.vllm.chain import CrossAttention, Parts, Roots, draft_chain
 from longspec.vllm.ring import BatchRing, RingRows
+from longspec.vllm.roots import Drafted, find_roots
 from longspec.vllm.settings import PROPOSER, read_settings
 
 GAMMA = 4
 QUESTION = "Count from one to thirty in words, and say for each number whether it is even."
 # Long enough that the ring does not hold all of it.
 LONG = QUESTION + " Here is a text that does not matter." * 60
-
-
-@pytest.fixture(scope="module")
-def engine_with_whole_head(smollm2_folder: Path) -> Any:
-    """Our engine, drafting with all of the draft's vocabulary and with nothing else, as it does on a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(longspec.api, "_CPU_VOCAB", 2**20)
-        patch.setattr(DraftHead, "in_context", lambda self, tokens: self)
-        yield LongSpec.from_pretrained(
-            str(smollm2_folder),
-            draft="smollm2-135m",
-            dtype="float32",
-            device="cpu",
-            draft_dtype="target",
-            calibrate=False,
-        )
 
 
 def rounds_of(depths: list[int]) -> list[int]:
@@ -59,13 +44,13 @@ def rounds_of(depths: list[int]) -> list[int]:
 class OtherEngine:
     """transformers' target with the KV of whole texts; row b may read the first `lengths[b]` entries."""
 
-    def __init__(self, folder: Path, texts: list[list[int]]) -> None:
+    def __init__(self, folder: Path, texts: list[Any]) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.embedding, self.head = model.get_input_embeddings(), model.lm_head
         self.kv: list[list[tuple[Tensor, Tensor]]] = []
         self.hidden: list[Tensor] = []
         for text in texts:
-            out = model(torch.tensor([text]), output_hidden_states=True, use_cache=True)
+            out = model(torch.from_numpy(text)[None], output_hidden_states=True, use_cache=True)
             self.kv.append([(layer.keys[0], layer.values[0]) for layer in out.past_key_values.layers])
             self.hidden.append(out.hidden_states[-1][0])
 
@@ -83,80 +68,76 @@ class OtherEngine:
         return cross
 
 
-@pytest.mark.parametrize("captured", [False, True])
 @torch.inference_mode()
-def test_chains_beside_another_engine_are_those_of_ours(
-    engine_with_whole_head: LongSpec, smollm2_folder: Path, captured: bool
-) -> None:
-    """Three rows, with texts of different lengths: each round keeps as many tokens as our own engine's."""
-    ours = engine_with_whole_head
-    prompts = [
-        ours.encoder.encode(prompt, False, ours.target.config.vocab_size)
-        for prompt in (QUESTION, LONG, "Name three colours.")
-    ]
+def test_chains_beside_another_engine_are_those_of_ours(whole_head: LongSpec, smollm2_folder: Path) -> None:
+    """Three requests with texts of different lengths, two at a time: each round keeps as many tokens as our
+    own engine's, whether the chains are launched directly or as a batch that is recorded."""
+    encode, vocab_size = whole_head.encoder.encode, whole_head.target.config.vocab_size
+    prompts = [encode(prompt, False, vocab_size) for prompt in (QUESTION, LONG, "Name three colours.")]
     answers = [
-        ours.generate(ids, method="seq", gamma=GAMMA, max_new_tokens=40, temperature=0) for ids in prompts
+        whole_head.generate(ids, method="seq", gamma=GAMMA, max_new_tokens=40, temperature=0)
+        for ids in prompts
     ]
-    texts = [ids + answer.token_ids for ids, answer in zip(prompts, answers, strict=True)]
-    other = OtherEngine(smollm2_folder, texts)
-    draft = ours.engine.models.draft
-    assert draft is not None
-    parts = make_parts(draft, other)
-    table = torch.arange(3)[:, None]
-    chains = CapturedChains(parts, GAMMA, other.over, lambda work: work)
+    texts = [np.array(ids + answer.token_ids) for ids, answer in zip(prompts, answers, strict=True)]
     expected = [rounds_of(answer.depths) for answer in answers]
     assert sum(map(len, expected)) > 30
     assert max(map(max, expected)) > 3
-    roots, read = [len(ids) for ids in prompts], [0] * 3
-    kept: list[list[int]] = [[], [], []]
-    while waiting := [row for row in range(3) if len(kept[row]) < len(expected[row])]:
-        inputs = catch_up(parts, other, texts, waiting, roots, read)
-        if captured:
-            drafted = chains(inputs, table[waiting])
-        else:
-            cross = other.over(table[waiting], inputs.positions)
-            drafted = draft_chain(parts, inputs, GAMMA, cross)
-        for row, chain in zip(waiting, drafted.tolist(), strict=True):
-            truth = texts[row][roots[row] + 1 :]
+    other = OtherEngine(smollm2_folder, texts)
+    for captured in (False, True):
+        parts = make_parts(whole_head.engine.models.draft, other)
+        chains = CapturedChains(parts, GAMMA, other.over, lambda work: work)
+
+        def draft(
+            roots: Roots, table: Tensor, captured: bool = captured, parts: Parts = parts, chains: Any = chains
+        ) -> Tensor:
+            if captured:
+                return chains(roots, table)
+            return draft_chain(parts, roots, GAMMA, other.over(table, roots.positions))
+
+        begins = [len(ids) for ids in prompts]
+        assert decode(parts, other, draft, texts, begins, list(map(len, expected))) == expected
+
+
+def decode(
+    parts: Parts,
+    other: OtherEngine,
+    draft: Callable[[Roots, Tensor], Tensor],
+    texts: list[Any],
+    positions: list[int],
+    num_rounds: list[int],
+) -> list[list[int]]:
+    """How many tokens the rounds of each request keep, whose target says `texts`."""
+    rows, kept = RingRows(2), [list[int]() for _ in texts]
+    names = [f"request {number}" for number in range(len(texts))]
+    turn = 0
+    while waiting := [number for number in range(len(texts)) if len(kept[number]) < num_rounds[number]]:
+        # At most two run at once, so that each loses its row of the ring now and then.
+        waiting = sorted(waiting[turn % len(waiting) :][:2])
+        turn += 1
+        now = [positions[number] for number in waiting]
+        feature = torch.stack([other.hidden[number][positions[number] - 1] for number in waiting])
+        drafted = Drafted(
+            [names[number] for number in waiting], [texts[number] for number in waiting], now, feature
+        )
+        roots = find_roots(parts, rows, drafted, names, GAMMA)
+        for number, chain in zip(waiting, draft(roots, torch.tensor(waiting)[:, None]).tolist(), strict=True):
+            truth = texts[number][positions[number] + 1 :]
             agreed = next((n for n in range(GAMMA) if chain[n] != truth[n]), GAMMA)
-            kept[row].append(agreed + 1)
-            roots[row] += agreed + 1
-    assert kept == expected
+            kept[number].append(agreed + 1)
+            positions[number] += agreed + 1
+    return kept
 
 
 def make_parts(draft: Any, other: OtherEngine) -> Parts:
     config = draft.target_config
     rope = RopeTable(config.rope, config.head_dim)
     rope.reserve(2048)
-    ring = BatchRing(config, draft.config, 3, GAMMA, torch.device("cpu"), torch.float32)
+    ring = BatchRing(config, draft.config, 2, GAMMA, torch.device("cpu"), torch.float32)
     head = Linear(config.hidden_size, len(draft.vocab_ids))
     head.weight = torch.nn.Parameter(other.head.weight[draft.vocab_ids], requires_grad=False)
     return Parts(
         draft, rope, ring, other.embedding, lambda hidden: draft.vocab_ids[scores(head, hidden).argmax(-1)]
     )
-
-
-def catch_up(
-    parts: Parts,
-    other: OtherEngine,
-    texts: list[list[int]],
-    waiting: list[int],
-    roots: list[int],
-    read: list[int],
-) -> Roots:
-    """The roots of these rows. The ring reads a prompt at once, and later what a round has kept."""
-    width, numbers = GAMMA + 1, []
-    for row in waiting:
-        root = roots[row]
-        first = max(read[row], root - parts.ring.window + 1)
-        if root + 1 - first > width:
-            read_text(parts, row, torch.tensor(texts[row][first:root]), first)
-            first = root
-        numbers.append([row, root, root + 1 - first, *(texts[row][root - back] for back in range(width))])
-        read[row] = root + 1
-    whole = torch.tensor(numbers)
-    feature = torch.stack([other.hidden[row][roots[row] - 1] for row in waiting])
-    return Roots(whole[:, 0], whole[:, 1], whole[:, 3:], whole[:, 2], feature)
 
 
 def test_rows_go_to_those_who_need_them() -> None:

@@ -14,10 +14,11 @@ from longspec.models.families import config_from_hf
 from longspec.models.layers import pack_linears
 from longspec.models.rope import RopeTable
 from longspec.vllm.captured import CapturedChains, Work
-from longspec.vllm.chain import CrossAttention, Parts, Roots, draft_chain, read_text
+from longspec.vllm.chain import CrossAttention, Parts, Roots, draft_chain
 from longspec.vllm.cross import PagedCross, check_target
 from longspec.vllm.handover import Step, install
 from longspec.vllm.ring import BatchRing, RingRows
+from longspec.vllm.roots import Drafted, find_roots
 from longspec.vllm.settings import SECTION
 from longspec.vllm.target import ServedTarget, choose_with, load_for
 
@@ -76,7 +77,10 @@ class DraftProposer:
         if not index:
             return drafted
         positions = [int(num_tokens_no_spec[row]) - 1 for row in index]
-        roots = self._roots(parts, step, index, positions, sampled_token_ids, token_ids_cpu)
+        names = [step.runner.input_batch.req_ids[row] for row in index]
+        texts = [token_ids_cpu[row] for row in index]
+        drafting = Drafted(names, texts, positions, step.feature(index, sampled_token_ids))
+        roots = find_roots(parts, self._rows, drafting, step.runner.requests, self._num_tokens)
         table = step.common.block_table_tensor
         if index != list(range(len(table))):
             table = table[torch.tensor(index, device=table.device)]
@@ -110,34 +114,6 @@ class DraftProposer:
             return cross.over(table, lengths, longest)
 
         return CapturedChains(parts, self._num_tokens, over, record)
-
-    def _roots(
-        self,
-        parts: Parts,
-        step: Step,
-        index: list[int],
-        positions: list[int],
-        sampled: Sequence[Sequence[int]],
-        text: np.ndarray[Any, Any],
-    ) -> Roots:
-        """The newest token of each request, and a few before it that the ring may lack. Where it lacks more,
-        after a prompt or a prefix that was found in the cache, that is read here."""
-        requests = [step.runner.input_batch.req_ids[row] for row in index]
-        rows = self._rows.assign(requests, step.runner.requests)
-        device, width = parts.ring.keys.device, self._num_tokens + 1
-        num_unread, tokens = [], []
-        for request, ring_row, row, root in zip(requests, rows, index, positions, strict=True):
-            first = max(self._rows.num_read(request, root), root - parts.ring.window + 1)
-            if root + 1 - first > width:
-                unread = torch.from_numpy(text[row, first:root].astype("int64"))
-                read_text(parts, ring_row, unread.to(device), first)
-                first = root
-            num_unread.append(root + 1 - first)
-            tokens.append([int(text[row, max(root - back, 0)]) for back in range(width)])
-            self._rows.note_read(request, root)
-        numbers = [[*fixed, *back] for *fixed, back in zip(rows, positions, num_unread, tokens, strict=True)]
-        whole = torch.tensor(numbers).to(device)  # in one copy
-        return Roots(whole[:, 0], whole[:, 1], whole[:, 3:], whole[:, 2], step.feature(index, sampled))
 
 
 def _draft_folder(vllm_config: VllmConfig) -> Path:

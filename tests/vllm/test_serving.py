@@ -110,11 +110,18 @@ def test_vllm_serve(
 
 
 def test_what_cannot_be_served_is_refused(vllm_bin: Path, smollm2_folder: Path) -> None:
-    speculative = json.dumps({"method": "longspec", "model": "smollm2-135m", "num_speculative_tokens": 9})
-    command = [str(vllm_bin / "vllm"), "serve", str(smollm2_folder), "--speculative-config", speculative]
+    speculative = {"method": "longspec", "model": "smollm2-135m", "num_speculative_tokens": 9}
+    command = server_command(vllm_bin, smollm2_folder, "--speculative-config", json.dumps(speculative))
     done = subprocess.run(command, capture_output=True, text=True, env=SURROUNDINGS)
     assert done.returncode != 0
     assert "num_speculative_tokens is 9; the draft smollm2-135m was trained for 1 to 6" in done.stderr
+
+
+def server_command(vllm_bin: Path, target: Path, *options: str) -> list[str]:
+    """`vllm serve`, by the module behind it: the program of vLLM's CPU build does not find its own version."""
+    command = [str(vllm_bin / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
+    command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager"]
+    return [*command, "--max-model-len", "2048", *options]
 
 
 def post(address: str, content: dict[str, Any]) -> Any:
@@ -130,12 +137,11 @@ def served(vllm_bin: Path, target: Path, *options: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    command = [str(vllm_bin / "vllm"), "serve", str(target), "--served-model-name", "m", "--port", port]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", *options]
+    command = server_command(vllm_bin, target, "--port", port, *options)
     server = subprocess.Popen(command, env=SURROUNDINGS, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         address = f"http://127.0.0.1:{port}"
-        for _ in range(300):
+        for _ in range(600):
             time.sleep(1)
             assert server.poll() is None, "vllm serve ended"
             try:

@@ -118,7 +118,7 @@ def test_what_cannot_be_served_is_refused(vllm_bin: Path, smollm2_folder: Path) 
 
 
 def server_command(vllm_bin: Path, target: Path, *options: str) -> list[str]:
-    """`vllm serve`, by the module behind it: the program of vLLM's CPU build does not find its own version."""
+    """`vllm serve`, by the module behind it: the CPU build's program does not find its own version."""
     command = [str(vllm_bin / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
     command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager"]
     return [*command, "--max-model-len", "2048", *options]

@@ -7,11 +7,14 @@ from collections.abc import Collection, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longspec.config import DraftConfig, ModelConfig
 
 # torch's masked GPU kernel reads a row of the mask in groups of 16.
 _ALIGNED = 16
+# Not cuDNN's, which takes a tenth of a second to prepare for a new number of rows.
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class BatchRing:
@@ -55,12 +58,11 @@ class BatchRing:
         back = (positions[:, None] - self._entries) % self.size
         sees = (back < self.window) & (back <= positions[:, None])
         # The query heads that share a KV head are queries of one problem, so keys are never repeated.
-        out = F.scaled_dot_product_attention(
-            q.view(B, K, H // K, D),
-            self.keys[rows],
-            self.values[rows],
-            sees[:, None, None].expand(B, K, H // K, self.size),
-        )
+        sees = sees[:, None, None].expand(B, K, H // K, self.size)
+        with sdpa_kernel(_BACKENDS):
+            out = F.scaled_dot_product_attention(
+                q.view(B, K, H // K, D), self.keys[rows], self.values[rows], sees
+            )
         return out.reshape(B, H, D)
 
 

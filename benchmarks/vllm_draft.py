@@ -42,12 +42,18 @@ class Measured:
     requests: int
     tokens: int
     seconds: float
-    tau: float
-    """Tokens of a round, without the first of each answer."""
+    accepted: list[float]
+    """How often each depth was accepted: of all rounds but each answer's last one, which its end may have
+    cut."""
+
+    @property
+    def tau(self) -> float:
+        """Tokens of a round."""
+        return 1 + sum(self.accepted)
 
 
-Answer = tuple[int, int]
-"""The tokens of an answer, and the steps or rounds that they took, the prompt's own among them."""
+Answer = list[int]
+"""How many tokens of an answer came with its prompt, and with each round."""
 Engine = Callable[[list[list[int]], int], list[Answer]]
 """Answers prompts, so many at once."""
 
@@ -75,15 +81,15 @@ def vllm_engine(given: argparse.Namespace) -> Engine:
 
     def answer(prompts: list[list[int]], concurrency: int) -> list[Answer]:
         engine, waiting = llm.llm_engine, list(enumerate(prompts))
-        found: dict[str, Answer] = {}
+        found: dict[str, Answer] = {str(number): [] for number, _ in waiting}
         while waiting or engine.has_unfinished_requests():
             while waiting and engine.get_num_unfinished_requests() < concurrency:
                 number, ids = waiting.pop(0)
                 engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
             for output in engine.step():
-                before, steps = found.get(output.request_id, (0, 0))
-                tokens = len(output.outputs[0].token_ids)
-                found[output.request_id] = tokens, steps + (tokens > before)
+                steps = found[output.request_id]
+                if new := len(output.outputs[0].token_ids) - sum(steps):
+                    steps.append(new)
         return list(found.values())
 
     return answer
@@ -124,9 +130,25 @@ def our_engine(given: argparse.Namespace) -> Engine:
         model = models[concurrency]
         model.reset()
         answers = model.generate(prompts, max_new_tokens=given.max_new_tokens, temperature=0, **method)
-        return [(one.tokens, one.rounds + 1) for one in answers]
+        return [rounds_of(one.depths) for one in answers]
 
     return answer
+
+
+def rounds_of(depths: Sequence[int]) -> Answer:
+    """An answer by the depths of its tokens (`Generation.depths`): the target's own token ends a round."""
+    found = [0]
+    for depth in depths:
+        found[-1] += 1
+        if depth == 0:
+            found.append(0)
+    return found if found[-1] else found[:-1]
+
+
+def accepted_by_depth(answers: Sequence[Answer], gamma: int) -> list[float]:
+    """See `Measured.accepted`."""
+    rounds = [count for answer in answers for count in answer[1:-1]]
+    return [sum(count > depth for count in rounds) / max(len(rounds), 1) for depth in range(1, gamma + 1)]
 
 
 def read_prompts(given: argparse.Namespace) -> list[list[int]]:
@@ -155,9 +177,10 @@ def measure(given: argparse.Namespace) -> Iterator[Measured]:
         begun = time.perf_counter()
         answers = answer(chosen, concurrency)
         seconds = time.perf_counter() - begun
-        tokens, steps = (sum(values) for values in zip(*answers, strict=True))
-        rounds = max(steps - count, 1)
-        yield Measured(given.system, concurrency, count, tokens, seconds, (tokens - count) / rounds)
+        # A tree of `auto` may be deeper than a chain.
+        depth = max(max(answer) for answer in answers) - 1
+        accepted = accepted_by_depth(answers, depth)
+        yield Measured(given.system, concurrency, count, sum(map(sum, answers)), seconds, accepted)
 
 
 def run_all(given: argparse.Namespace, arguments: Sequence[str]) -> list[Measured]:
@@ -190,6 +213,10 @@ def print_table(found: list[Measured]) -> None:
             for size in sizes
         )
         print(f"| {system} | " + " | ".join(shown) + " |")
+    for one in found:
+        if one.concurrency == sizes[0] and one.accepted:
+            depths = " ".join(f"{share:.4f}" for share in one.accepted)
+            print(f"{one.system}: accepted by depth at {sizes[0]}: {depths}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.vllm_draft import rounds_of
 from longspec import LongSpec, UserError
 from longspec.hub import resolve_draft
 from longspec.models.layers import Linear, scores
@@ -28,17 +29,6 @@ GAMMA = 4
 QUESTION = "Count from one to thirty in words, and say for each number whether it is even."
 # Long enough that the ring does not hold all of it.
 LONG = QUESTION + " Here is a text that does not matter." * 60
-
-
-def rounds_of(depths: list[int]) -> list[int]:
-    """The tokens of each round, without the prompt's own and the last one, which a limit may have cut."""
-    found, count = [], 0
-    for depth in depths:
-        count += 1
-        if depth == 0:
-            found.append(count)
-            count = 0
-    return found[1:] if count else found[1:-1]
 
 
 class OtherEngine:
@@ -79,7 +69,8 @@ def test_chains_beside_another_engine_are_those_of_ours(whole_head: LongSpec, sm
         for ids in prompts
     ]
     texts = [np.array(ids + answer.token_ids) for ids, answer in zip(prompts, answers, strict=True)]
-    expected = [rounds_of(answer.depths) for answer in answers]
+    # Without the prompt's own token and the last round, which the limit may have cut.
+    expected = [rounds_of(answer.depths)[1:-1] for answer in answers]
     assert sum(map(len, expected)) > 30
     assert max(map(max, expected)) > 3
     other = OtherEngine(smollm2_folder, texts)

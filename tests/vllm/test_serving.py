@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.vllm_draft import accepted_by_depth, rounds_of
 from longspec import LongSpec
 from longspec.bench.workloads import read_file
 from longspec.hub import resolve_draft
 from tests.vllm.answer import SURROUNDINGS
 from tests.vllm.conftest import ROOT
-from tests.vllm.test_chain import GAMMA, rounds_of
+from tests.vllm.test_chain import GAMMA
 
 pytestmark = pytest.mark.full
 
@@ -62,10 +63,6 @@ def words(run: Steps) -> list[list[int]]:
     return [[token for step in steps for token in step] for steps in run]
 
 
-def accepted_by_depth(rounds: list[int]) -> list[float]:
-    return [sum(count > depth for count in rounds) / len(rounds) for depth in range(1, GAMMA + 1)]
-
-
 def test_words_and_acceptance(
     vllm_bin: Path, whole_head: LongSpec, smollm2_folder: Path, prompts: list[list[int]], tmp_path: Path
 ) -> None:
@@ -84,11 +81,10 @@ def test_words_and_acceptance(
         for ids in prompts
     ]
     assert words(plain) == [answer.token_ids for answer in ours]
-    expected = accepted_by_depth([count for answer in ours for count in rounds_of(answer.depths)])
+    expected = accepted_by_depth([rounds_of(answer.depths) for answer in ours], GAMMA)
     for run in drafted:
-        # As `rounds_of`: without the prompt's own token and the last round, which the limit may have cut.
-        rounds = [len(step) for steps in run for step in steps[1:-1]]
-        assert accepted_by_depth(rounds) == pytest.approx(expected, rel=0.03)
+        found = accepted_by_depth([list(map(len, steps)) for steps in run], GAMMA)
+        assert found == pytest.approx(expected, rel=0.03)
 
 
 def test_vllm_serve(

@@ -22,7 +22,6 @@ def check_target(config: VllmConfig) -> None:
     """Refuse what the draft cannot read yet."""
     parallel = config.parallel_config
     sizes = {
-        "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "decode_context_parallel_size": parallel.decode_context_parallel_size,
     }
@@ -55,12 +54,15 @@ class PagedCross:
                     "choose another one (--attention-backend)"
                 )
         self._groups = {layer: _group_of(runner, name) for layer, name in names.items()}
+        self._num_ranks = config.parallel_config.tensor_parallel_size
 
     @property
     def can_capture(self) -> bool:
         """Whether one plan serves all batches of a size: FlashAttention's reads lengths and pages on the
-        device, others' are made on the host."""
-        return all(layer.get_attn_backend().get_name() == "FLASH_ATTN" for layer in self._layers.values())
+        device, others' are made on the host. Ranks talk to each other outside of graphs only."""
+        return self._num_ranks == 1 and all(
+            layer.get_attn_backend().get_name() == "FLASH_ATTN" for layer in self._layers.values()
+        )
 
     def over(self, table: Tensor, lengths: Tensor, longest: int) -> CrossAttention:
         """Attention of one query a row over pages [B, M] as far as `lengths`, int32 [B]. None is longer than
@@ -72,14 +74,31 @@ class PagedCross:
                 plans[id(group)] = _plan(group, batch)
 
         def cross(layer: int, q: Tensor) -> Tensor:
-            module, out = self._layers[layer], torch.empty_like(q, memory_format=torch.contiguous_format)
+            module, plan = self._layers[layer], plans[id(self._groups[layer])]
+            q = self._own_heads(q).contiguous()
             # Keys and values are those in the cache; what is passed for new ones is not read.
-            new = q[:, : module.num_kv_heads]
-            plan = plans[id(self._groups[layer])]
-            module.impl.forward(module, q.contiguous(), new, new, module.kv_cache, plan, out)
-            return out
+            new, out = q[:, : module.num_kv_heads], torch.empty_like(q)
+            module.impl.forward(module, q, new, new, module.kv_cache, plan, out)
+            return self._all_heads(out)
 
         return cross
+
+    def _own_heads(self, q: Tensor) -> Tensor:
+        """Of the query heads [B, H, D], those whose keys are on this rank."""
+        if self._num_ranks == 1:
+            return q
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        return q.chunk(self._num_ranks, 1)[get_tensor_model_parallel_rank()]
+
+    def _all_heads(self, out: Tensor) -> Tensor:
+        """The results of all ranks' heads, [B, H, D]."""
+        if self._num_ranks == 1:
+            return out
+        from vllm.distributed import tensor_model_parallel_all_gather
+
+        whole: Tensor = tensor_model_parallel_all_gather(out, 1)
+        return whole
 
 
 def _group_of(runner: GPUModelRunner, name: str) -> Any:

@@ -51,19 +51,39 @@ def _fingerprint(config: ModelConfig, target: ServedTarget) -> Fingerprint:
     found = [held[sources[name]] for name in ("embedding", *names) if sources[name] in held]
     if len(found) != len(names) + 1:
         return Fingerprint.sampled(config, dtype, None, [])
-    # vLLM pads the embedding to a multiple of 64 rows.
-    return Fingerprint.sampled(config, dtype, found[0][: config.vocab_size], found[1:])
+    # vLLM pads the embedding to a multiple of 64 rows; a rank of several has only some of them.
+    embedding = found[0][: config.vocab_size] if len(found[0]) >= config.vocab_size else None
+    return Fingerprint.sampled(config, dtype, embedding, found[1:])
 
 
 def choose_with(target: ServedTarget, vocab_ids: Tensor | None) -> Choose:
     """The choice among the draft's vocabulary, or among all tokens."""
     if vocab_ids is None:
         return lambda hidden: target.compute_logits(hidden).argmax(-1)
-    weight = getattr(getattr(target, "lm_head", None), "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or len(weight) <= int(vocab_ids.max()):
-        # The head is quantised, or kept in a layout of its own.
+    plain = _head_rows(target, vocab_ids)
+    if plain is None:
         return lambda hidden: vocab_ids[target.compute_logits(hidden)[:, vocab_ids].argmax(-1)]
-    rows = Linear(weight.shape[1], len(vocab_ids))
-    rows.weight = nn.Parameter(weight.detach()[vocab_ids].clone(), requires_grad=False)
+    rows = Linear(plain.shape[1], len(vocab_ids))
+    rows.weight = nn.Parameter(plain, requires_grad=False)
     head = PackedLinear(rows) if PackedLinear.supports(rows) else rows
     return lambda hidden: vocab_ids[scores(head, hidden).argmax(-1)]
+
+
+def _head_rows(target: ServedTarget, vocab_ids: Tensor) -> Tensor | None:
+    """A copy of these rows of the target's head, all of them on each rank; None where the head is quantised
+    or kept in a layout of its own."""
+    from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
+
+    head = getattr(target, "lm_head", None)
+    weight, held = getattr(head, "weight", None), getattr(head, "shard_indices", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or held is None:
+        return None
+    places = vocab_ids - held.org_vocab_start_index
+    is_own = (places >= 0) & (vocab_ids < held.org_vocab_end_index)
+    if len(weight) < held.org_vocab_end_index - held.org_vocab_start_index:
+        return None
+    rows = weight.detach()[torch.where(is_own, places, 0)] * is_own[:, None]
+    if get_tensor_model_parallel_world_size() == 1:
+        return rows
+    whole: Tensor = tensor_model_parallel_all_reduce(rows)  # each row is zero on all ranks but one
+    return whole

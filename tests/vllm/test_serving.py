@@ -87,6 +87,16 @@ def test_words_and_acceptance(
         assert found == pytest.approx(expected, rel=0.03)
 
 
+def test_tensor_parallelism(
+    vllm_bin: Path, smollm2_folder: Path, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """Three ranks, each with a third of the heads, keep as many tokens in each round as one does."""
+    speculative = {"model": str(resolve_draft("smollm2-135m")), "num_speculative_tokens": GAMMA}
+    common = (vllm_bin, tmp_path, smollm2_folder, prompts[:3])
+    alone = answers(*common, [3], speculative_config=speculative)
+    assert answers(*common, [3], speculative_config=speculative, tensor_parallel_size=3) == alone
+
+
 def test_vllm_serve(
     vllm_bin: Path, whole_head: LongSpec, smollm2_folder: Path, prompts: list[list[int]]
 ) -> None:

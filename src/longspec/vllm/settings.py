@@ -8,21 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longspec.errors import UserError, check_known, shown, whole_number
+from longspec.errors import UserError, check_known, flag, shown, whole_number
 
 METHOD = "longspec"
 PROPOSER = "longspec.vllm.proposer.DraftProposer"
 # Where vLLM's config keeps what plugins want to know: it has no other free field.
 SECTION = "longspec"
 _DEFAULT_TOKENS = 4
-# vLLM's own keys that mean something for our draft too; the others are for drafts that vLLM loads itself.
-_PASSED_ON = (
-    "enforce_eager",
-    "rejection_sample_method",
-    "synthetic_acceptance_rates",
-    "synthetic_acceptance_length",
-    "num_speculative_tokens_per_batch_size",
-)
+_KEYS = ("method", "model", "revision", "num_speculative_tokens", "enforce_eager")
 
 
 @dataclass(frozen=True)
@@ -31,12 +24,13 @@ class DraftSettings:
 
     folder: Path
     num_tokens: int
-    passed_on: Mapping[str, Any]
+    eager: bool | None = None
+    """Whether to launch the draft's operations one by one; None: as the target's."""
 
     def speculative_config(self) -> dict[str, Any]:
         """The settings as vLLM's own method for proposers of other packages."""
         own = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": self.num_tokens}
-        return own | dict(self.passed_on)
+        return own if self.eager is None else own | {"enforce_eager": self.eager}
 
     def additional_config(self) -> dict[str, Any]:
         """What the proposer reads back in vLLM's worker."""
@@ -55,7 +49,8 @@ def read_settings(given: Mapping[str, Any] | None) -> DraftSettings | None:
         raise UserError(
             f"speculative config: model is {shown(model)}; name a draft folder, a file or a hub id"
         )
-    check_keys(given)
+    for name in given:
+        check_known("key of a speculative config with a longspec draft", name, _KEYS)
     folder = resolve_draft(model, revision=given.get("revision"))
     deepest = read_draft_config(folder).max_lag
     num_tokens = given.get("num_speculative_tokens")
@@ -65,15 +60,10 @@ def read_settings(given: Mapping[str, Any] | None) -> DraftSettings | None:
         raise UserError(
             f"num_speculative_tokens is {num_tokens}; the draft {model} was trained for 1 to {deepest}"
         )
-    passed_on = {name: given[name] for name in _PASSED_ON if name in given}
-    return DraftSettings(folder.absolute(), num_tokens, passed_on)
-
-
-def check_keys(given: Mapping[str, Any]) -> None:
-    """Refuse keys that would have no effect."""
-    known = ("method", "model", "revision", "num_speculative_tokens", *_PASSED_ON)
-    for name in given:
-        check_known("key of a speculative config with a longspec draft", name, known)
+    eager = given.get("enforce_eager")
+    return DraftSettings(
+        folder.absolute(), num_tokens, None if eager is None else flag("enforce_eager", eager)
+    )
 
 
 def _is_ours(given: Mapping[str, Any]) -> bool:

@@ -38,14 +38,14 @@ def check_target(config: VllmConfig) -> None:
 class PagedCross:
     """Reads the KV of the target's layers where vLLM keeps it. A pass of the target is never disturbed."""
 
-    def __init__(self, config: VllmConfig, draft: GlideDraft, runner: GPUModelRunner) -> None:
+    def __init__(self, config: VllmConfig, draft: GlideDraft) -> None:
         found = config.compilation_config.static_forward_context
         wanted = draft.config.layers_of(draft.target_config)
         names = {layer: f"model.layers.{layer}.self_attn.attn" for layer in wanted}
         missing = [name for name in names.values() if name not in found]
         if missing:
             raise UserError(f"this vLLM does not fit longspec: its target has no layer {missing[0]!r}")
-        self._layers = {layer: found[name] for layer, name in names.items()}
+        self._names, self._layers = names, {layer: found[name] for layer, name in names.items()}
         for name, layer in zip(names.values(), self._layers.values(), strict=True):
             backend = layer.get_attn_backend()
             if getattr(backend, "forward_includes_kv_cache_update", True):
@@ -53,8 +53,13 @@ class PagedCross:
                     f"the attention backend {backend.get_name()} of {name} writes KV when it attends; "
                     "choose another one (--attention-backend)"
                 )
-        self._groups = {layer: _group_of(runner, name) for layer, name in names.items()}
         self._num_ranks = config.parallel_config.tensor_parallel_size
+        self._groups: dict[int, Any] = {}
+
+    def bind(self, runner: GPUModelRunner) -> None:
+        """Find the layers' attention groups, which vLLM makes when it allocates its KV cache."""
+        if not self._groups:
+            self._groups = {layer: _group_of(runner, name) for layer, name in self._names.items()}
 
     @property
     def can_capture(self) -> bool:

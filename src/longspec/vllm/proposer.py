@@ -60,6 +60,8 @@ class DraftProposer:
         num_rows = self._config.scheduler_config.max_num_seqs
         ring = BatchRing(self._target, draft.config, num_rows, self._num_tokens, device, dtype)
         self._parts = Parts(draft, rope, ring, target_model.embed_input_ids, choose)
+        self._cross = PagedCross(self._config, draft)
+        self._captured = self._make_captured(self._parts, self._cross)
 
     def propose(
         self,
@@ -90,9 +92,8 @@ class DraftProposer:
         return drafted
 
     def _draft(self, parts: Parts, step: Step, roots: Roots, table: Tensor, longest: int) -> Tensor:
-        if self._cross is None:
-            self._cross = PagedCross(self._config, parts.draft, step.runner)
-            self._captured = self._make_captured(parts, self._cross)
+        assert self._cross is not None
+        self._cross.bind(step.runner)
         if self._captured is not None:
             return self._captured(roots, table)
         cross = self._cross.over(table, roots.positions.to(torch.int32), longest)
@@ -117,11 +118,8 @@ class DraftProposer:
 
 
 def _draft_folder(vllm_config: VllmConfig) -> Path:
-    section = (
-        vllm_config.additional_config.get(SECTION)
-        if isinstance(vllm_config.additional_config, dict)
-        else None
-    )
+    given = vllm_config.additional_config
+    section = given.get(SECTION) if isinstance(given, dict) else None
     if not isinstance(section, dict) or "draft" not in section:
         raise UserError(
             'the draft is not named: pass --speculative-config \'{"method": "longspec", "model": DRAFT}\''

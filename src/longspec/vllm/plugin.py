@@ -19,11 +19,13 @@ def register() -> None:
     vLLM has no place for methods of other packages, so the function that reads this setting is wrapped.
     Everything else it is given passes through unchanged.
     """
-    from vllm.engine.arg_utils import EngineArgs
+    try:
+        from vllm.engine.arg_utils import EngineArgs
 
-    original = getattr(EngineArgs, "create_speculative_config", None)
-    if original is None:
-        _log.warning("this vLLM has no EngineArgs.create_speculative_config: longspec drafts cannot be used")
+        original = EngineArgs.create_speculative_config
+    except (ImportError, AttributeError) as error:
+        # Not raised: who has longspec installed may still use vLLM without it.
+        _log.warning("longspec drafts cannot be used with this vLLM: %s", error)
         return
     if hasattr(original, "__wrapped__"):
         return

@@ -39,26 +39,26 @@ class CapturedChains:
         `record` gives what does the same work again."""
         self._parts, self._num_tokens = parts, num_tokens
         self._cross, self._record = cross, record
-        self._batches: dict[int, tuple[_Batch, Work]] = {}
+        self._batches: dict[int, _Batch] = {}
+        self._works: dict[int, tuple[Work, Work]] = {}
 
     def __call__(self, roots: Roots, table: Tensor) -> Tensor:
         """As `draft_chain`, for rows with these pages; the result stays until the next call."""
         count = len(roots.rows)
         size = 1 << (count - 1).bit_length()
-        new = size not in self._batches
-        if new:
-            self._batches[size] = self._empty(size, roots, table), lambda: None
-        batch, replay = self._batches[size]
-        for held, given in zip(
-            (*vars(batch.roots).values(), batch.table), (*vars(roots).values(), table), strict=True
-        ):
-            held[:count].copy_(given)
+        if size not in self._batches:
+            self._batches[size] = self._empty(size, roots, table)
+        batch = self._batches[size]
+        goals = (*vars(batch.roots).values(), batch.table)
+        for goal, given in zip(goals, (*vars(roots).values(), table), strict=True):
+            goal[:count].copy_(given)
         batch.roots.rows[count:] = self._parts.ring.dump_row
-        if new:
-            # With real inputs, because recording does the work as well.
-            replay = self._record(self._work(batch))
-            self._batches[size] = batch, replay
-        replay()
+        if size not in self._works:
+            # Not before the inputs are there, because recording does the work as well. The work is kept,
+            # because the recorded one uses its tensors.
+            work = self._work(batch)
+            self._works[size] = work, self._record(work)
+        self._works[size][1]()
         return batch.chain[:count]
 
     def _empty(self, size: int, roots: Roots, table: Tensor) -> _Batch:

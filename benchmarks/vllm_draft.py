@@ -3,7 +3,7 @@
 python benchmarks/vllm_draft.py TARGET_FOLDER prompts.jsonl --draft smollm2-135m --concurrency 1 8 32 64
 python benchmarks/vllm_draft.py TARGET_FOLDER prompts.jsonl --systems plain draft --cpu --concurrency 1 2
 
-Every system runs in a process of its own, one after the other. As many requests run at once as --concurrency
+Every system runs in processes of its own, one after the other. As many requests run at once as --concurrency
 says, and the next one begins when one ends. vLLM and longspec must be importable by the same Python; longspec
 may also come from PYTHONPATH, because its plugin is called here.
 """
@@ -107,27 +107,23 @@ def speculative_config(given: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def our_engine(given: argparse.Namespace) -> Engine:
-    """Our engine with as many rows as requests at once."""
+    """Our engine with as many rows as requests at once: it is loaded for one concurrency."""
     from longspec import LongSpec
 
     method: dict[str, Any] = {"method": "auto"}
     if given.system == "ours-seq":
         method = {"method": "seq", "gamma": given.gamma}
-    models: dict[int, LongSpec] = {}
+    model = LongSpec.from_pretrained(
+        given.target,
+        given.draft,
+        dtype="float32" if given.cpu else "bfloat16",
+        device="cpu" if given.cpu else "cuda",
+        max_length=given.max_length,
+        max_rows=given.concurrency[0],
+        calibrate=given.system == "ours-auto",
+    )
 
     def answer(prompts: list[list[int]], concurrency: int) -> list[Answer]:
-        if concurrency not in models:
-            models.clear()
-            models[concurrency] = LongSpec.from_pretrained(
-                given.target,
-                given.draft,
-                dtype="float32" if given.cpu else "bfloat16",
-                device="cpu" if given.cpu else "cuda",
-                max_length=given.max_length,
-                max_rows=concurrency,
-                calibrate=given.system == "ours-auto",
-            )
-        model = models[concurrency]
         model.reset()
         answers = model.generate(prompts, max_new_tokens=given.max_new_tokens, temperature=0, **method)
         return [rounds_of(one.depths) for one in answers]
@@ -185,12 +181,17 @@ def measure(given: argparse.Namespace) -> Iterator[Measured]:
 
 def run_all(given: argparse.Namespace, arguments: Sequence[str]) -> list[Measured]:
     """Each system in a process of its own. One that fails is told and left out."""
-    found = []
+    found: list[Measured] = []
+    jobs: list[tuple[str, list[int]]] = []
+    for system in given.systems:
+        ours = system.startswith("ours")
+        jobs += [(system, [size]) for size in given.concurrency] if ours else [(system, given.concurrency)]
     with tempfile.TemporaryDirectory() as folder:
-        for system in given.systems:
-            goal = Path(folder) / f"{system}.jsonl"
+        for number, (system, sizes) in enumerate(jobs):
+            goal = Path(folder) / f"{number}.jsonl"
             command = [sys.executable, __file__, *arguments, "--system", system, "--goal", str(goal)]
-            print(f"{system} ...", file=sys.stderr, flush=True)
+            command += ["--concurrency", *map(str, sizes)]
+            print(f"{system} {sizes} ...", file=sys.stderr, flush=True)
             done = subprocess.run(command, stdout=sys.stderr)
             if done.returncode:
                 print(f"{system} ended with {done.returncode}", file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ LEVELS: list[set[str]] = [
     {"api"},
     {"glide", "data"},
     {"train"},
-    {"bench", "server"},
+    {"bench", "server", "vllm"},
     {"pipeline"},
     {"cli"},
     {"__main__"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from longspec.config import DraftConfig
+from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError, shown
 from longspec.models.draft import GlideDraft
 from longspec.models.files import write_whole
@@ -39,19 +39,22 @@ class Fingerprint:
     @classmethod
     def of(cls, target: Transformer) -> Fingerprint:
         """The target's shape, and sample values of its embedding and norms."""
-        shape = {
-            name: getattr(target.config, name)
-            for name in (
-                *("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),
-                *("num_kv_heads", "head_dim"),
-            )
-        }
         norms = [weight for name, weight in target.named_parameters() if name.endswith("norm.weight")]
-        samples = [_spread(norm, 8) for norm in norms]
-        if target.rounded_embedding is None:  # such a target is known by its norms alone
-            samples.insert(0, _spread(target.embedding, _SAMPLES))
-        dtype = str(target.dtype).removeprefix("torch.")
-        return cls(shape, dtype, torch.cat(samples).float().tolist())
+        # A target with a rounded embedding is known by its norms alone.
+        embedding = target.embedding if target.rounded_embedding is None else None
+        return cls.sampled(target.config, target.dtype, embedding, norms)
+
+    @classmethod
+    def sampled(
+        cls, config: ModelConfig, dtype: torch.dtype, embedding: Tensor | None, norms: Sequence[Tensor]
+    ) -> Fingerprint:
+        """The same, from the weights themselves; the norms in the order of `Transformer`'s parameters."""
+        samples = [] if embedding is None else [_spread(embedding, _SAMPLES)]
+        samples += [_spread(norm, 8) for norm in norms]
+        names = ("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+        shape = {name: getattr(config, name) for name in (*names, "num_kv_heads", "head_dim")}
+        weights = torch.cat(samples).float().tolist() if samples else []
+        return cls(shape, str(dtype).removeprefix("torch."), weights)
 
     def same_weights(self, other: Fingerprint) -> bool:
         """Whether the sample values agree within the precision of the coarser dtype."""
@@ -165,9 +168,21 @@ class DraftRecord:
 
 def load_draft(path: Path, target: Transformer, target_name: str) -> LoadedDraft:
     """Read a draft for this target from one of our folders, a published one, or a bare .pth file."""
+    loaded = load_draft_for(path, target.config, Fingerprint.of(target), target_name)
+    loaded.draft.to(device=target.device, dtype=target.dtype)
+    return loaded
+
+
+def load_draft_for(
+    path: Path, target: ModelConfig, fingerprint: Fingerprint, target_name: str
+) -> LoadedDraft:
+    """The same for a target of which only the shape and a fingerprint are known; on the CPU, as it is stored.
+
+    `fingerprint` has no weights if they cannot be compared.
+    """
     record = read_draft_record(path)
     if record is not None:
-        _check_target(path, record, target, target_name)
+        _check_target(path, record, fingerprint, target_name)
     config = read_draft_config(path)
     tensors = read_tensors(path)
     draft = _build(path, tensors, config, target)
@@ -207,8 +222,8 @@ def read_draft_record(path: Path) -> DraftRecord | None:
     return read_record(file, DraftRecord)
 
 
-def _check_target(path: Path, record: DraftRecord, target: Transformer, target_name: str) -> None:
-    known, here = record.fingerprint, Fingerprint.of(target)
+def _check_target(path: Path, record: DraftRecord, here: Fingerprint, target_name: str) -> None:
+    known = record.fingerprint
     trained_for = shown(record.target or "another target", quoted=False)
     for name, value in here.shape.items():
         if known.shape.get(name) != value:
@@ -216,7 +231,7 @@ def _check_target(path: Path, record: DraftRecord, target: Transformer, target_n
                 f"the draft {path} was trained for {trained_for}, not for {target_name}: "
                 f"{name} is {shown(known.shape.get(name), quoted=False)} there and {value} here"
             )
-    if not known.same_weights(here):
+    if here.weights and not known.same_weights(here):
         warnings.warn(
             f"the draft {path} was trained for {trained_for}; {target_name} has the same shape but other "
             "weights: answers stay correct, but fewer tokens may be accepted",
@@ -248,9 +263,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return {name.removeprefix("draft_model."): tensor for name, tensor in tensors.items()}
 
 
-def _build(path: Path, tensors: dict[str, Tensor], config: DraftConfig, target: Transformer) -> GlideDraft:
+def _build(path: Path, tensors: dict[str, Tensor], config: DraftConfig, target: ModelConfig) -> GlideDraft:
     with torch.device("meta"):  # so that a config that asks for huge weights is refused before allocation
-        shapes = GlideDraft(target.config, config).state_dict()
+        shapes = GlideDraft(target, config).state_dict()
     state = {}
     for ours, theirs in published_names(config):
         missing = next((name for name in theirs if name not in tensors), None)
@@ -266,6 +281,6 @@ def _build(path: Path, tensors: dict[str, Tensor], config: DraftConfig, target: 
                 f"the draft {path} does not fit the target: {theirs[0]!r} gives shape "
                 f"{tuple(state[ours].shape)} where {tuple(expected)} is needed"
             )
-    draft = GlideDraft(target.config, config)
+    draft = GlideDraft(target, config)
     draft.load_state_dict(state)
-    return draft.to(device=target.device, dtype=target.dtype)
+    return draft

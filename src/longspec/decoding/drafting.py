@@ -58,7 +58,7 @@ def propose(method: Drafted, models: Models, rows: Slots, sampled: bool) -> Toke
             _grow(models, rows, tree, level, len(levels[depth + 1]), logits, here)
         if method.min_confidence and not models.fused:
             sure = sure & (_confidence(tree, level, proposals) >= method.min_confidence)
-            if not bool(sure.any()):
+            if not bool(models.target.agree(sure).any()):
                 end = level.stop + 1
                 break
     drafting.end()

@@ -48,12 +48,15 @@ def run_round(models: Models, rows: Slots, method: Method, sampled: bool) -> Non
     Where not `sampled`, all of them are greedy and have no repetition penalty.
     """
     tree = method.propose(models, rows, sampled)
+    agree = models.target.agree
+    tree = replace(tree, tokens=agree(tree.tokens), parents=agree(tree.parents))
     if models.fused:
         _finish_fused(models, rows, method, tree, sampled)
         return
     hidden = forward_chain_or_tree(models, rows, tree)
     accept = accept_rejection if method.draws else accept_coupled
     found = accept(tree, _logits_at(models.target, hidden), rows, sampled)
+    found = Accepted(agree(found.path), agree(found.num_accepted), agree(found.bonus))
     settle(models.pages, rows, tree, hidden, found, accumulate=not method.uses_draft)
 
 

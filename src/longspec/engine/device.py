@@ -6,18 +6,19 @@ from then on. Everything is launched on one stream, in order: what is launched l
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from longspec.cache import DraftRing
+from longspec.cache import DraftRing, Pages
 from longspec.decoding.guided import run_guided
 from longspec.decoding.methods import MOST_NODES, Method, MethodChoice
 from longspec.decoding.round import Models, run_round
@@ -25,7 +26,14 @@ from longspec.decoding.sampling import Sampling
 from longspec.decoding.slots import MOST_EOS, Slots
 from longspec.engine.fill import SEGMENT, Segments, read_into_rings, take_chunk, take_segments
 from longspec.engine.graph import capture
+from longspec.engine.memory import EngineSize
+from longspec.models.draft import ContextHead, DraftHead, GlideDraft
+from longspec.models.target import Transformer
 
+if TYPE_CHECKING:
+    from longspec.engine.ranks import Ranks
+
+M = TypeVar("M", bound=Callable[..., Any])
 Work = tuple[tuple[Any, ...], Callable[[], None]]
 """What a graph is found by, and what launches its kernels."""
 Group = tuple[MethodChoice, bool]
@@ -68,6 +76,20 @@ def row_buckets(max_rows: int) -> tuple[int, ...]:
     return (*(2**power for power in range(max_rows.bit_length()) if 2**power < max_rows), max_rows)
 
 
+def on_every_rank(method: M) -> M:
+    """A method that every rank calls, where several share a target: rank 0 tells the others to, first.
+
+    What it is called with must be values that cross to other processes, by position.
+    """
+
+    @wraps(method)
+    def run(self: Device, *arguments: Any) -> Any:
+        work = partial(method, self, *arguments)
+        return work() if self.ranks is None else self.ranks.lead(method.__name__, arguments, work)
+
+    return cast("M", run)
+
+
 class Device:
     """The slots of an engine and what is done with them."""
 
@@ -77,6 +99,9 @@ class Device:
     def __init__(self, models: Models, max_rows: int, max_length: int, num_nodes: int) -> None:
         target, page = models.target, models.pages.size
         self.models, self.max_rows = models, max_rows
+        self.ranks: Ranks | None = None
+        """The others, where this is rank 0 of several."""
+        self._base_head = models.head if isinstance(models.head, DraftHead) else None
         # A round may run past a text's end by a tree, and a segment by its padding.
         beyond = MOST_NODES + SEGMENT
         target.rope.reserve(max_length + beyond)
@@ -101,6 +126,7 @@ class Device:
         self._active: list[bool] = [False] * (max_rows + 1)
         self.buckets = row_buckets(max_rows) if models.fused else tuple(range(1, max_rows + 1))
 
+    @on_every_rank
     def reserve_nodes(self, num_nodes: int) -> bool:
         """Make room behind the draft's ring for larger trees; whether that emptied the ring."""
         ring, draft = self.slots.ring, self.models.draft
@@ -118,6 +144,7 @@ class Device:
         """The rows that a round over the first `num_rows` takes along."""
         return next(size for size in self.buckets if size >= num_rows)
 
+    @on_every_rank
     def admit(
         self,
         slots: Sequence[int],
@@ -169,16 +196,19 @@ class Device:
         whole.view(-1)[both[1]] = both[0].to(whole.dtype)
         return both[0]
 
+    @on_every_rank
     def extend(self, slots: Sequence[int], starts: Sequence[int], pages: Sequence[list[int]]) -> None:
         """Give rows more pages, each from its start in the table on."""
         self._put_rows(self.slots.tables, slots, pages, starts)
 
+    @on_every_rank
     def release(self, slots: Sequence[int]) -> None:
         """Let rows rest; what their rounds still write goes to the dump page."""
         rows = self._send(list(slots))
         for part in (self.slots.running, self.slots.tables, self.slots.lengths):
             part.index_fill_(0, rows, 0)
 
+    @on_every_rank
     def move(self, source: int, goal: int) -> None:
         """Put a row in place of another, which rests."""
         self.slots.move(source, goal)
@@ -186,6 +216,7 @@ class Device:
         self._active[goal] = self._active[source]
         self.release([source])
 
+    @on_every_rank
     def rewind(self, slots: Sequence[int], texts: Sequence[list[int]]) -> None:
         """Let rows run whose prompts were just computed as if their first tokens had not been chosen: each
         stands at its text's last token."""
@@ -196,6 +227,7 @@ class Device:
         for slot, text in zip(slots, texts, strict=True):
             ours.seen[slot].index_fill_(0, self._send(text), True)
 
+    @on_every_rank
     def take(self, pieces: Sequence[PromptPart], sampled: bool) -> Report:
         """Compute pieces of prompts; those at a prompt's end report the first token of its answer."""
         if not self.models.fused or pieces[0].count > SEGMENT:
@@ -218,6 +250,7 @@ class Device:
             part.copy_(values)
         return work
 
+    @on_every_rank
     def read_into_rings(self, slots: Sequence[int]) -> None:
         """Have the draft read the texts of these rows; see `longspec.engine.fill`."""
         size = next(size for size in row_buckets(self.max_rows) if size >= len(slots))
@@ -225,6 +258,7 @@ class Device:
         self._rings[size].copy_(self._send([*slots, *[self.max_rows] * (size - len(slots))]))
         self._run(work)
 
+    @on_every_rank
     def round(self, method: Method, num_rows: int, active: Sequence[bool], sampled: bool) -> Report:
         """Run one round of a fitted method over the first rows; only rows that are `active` move."""
         size = self.bucket(num_rows)
@@ -232,6 +266,7 @@ class Device:
         self._run(self.round_work(method, size, sampled))
         return Report(self.slots.report[:num_rows, : method.depth + 2])
 
+    @on_every_rank
     def guided_round(
         self, active: Sequence[bool], sampled: bool, masks: Tensor | None, num_top: int
     ) -> tuple[Report, Report]:
@@ -246,6 +281,39 @@ class Device:
             masks = masks[:size].to(rows.lengths.device)
         scores = run_guided(self.models, rows, sampled, masks, num_top)
         return Report(rows.report[: len(active), :2]), Report(scores[: len(active)])
+
+    @on_every_rank
+    def learn_words(self, tokens: list[int], is_anew: bool) -> None:
+        """Let the draft propose these, in its vocabulary or not, and only these if `is_anew`."""
+        assert self._base_head is not None
+        if is_anew:
+            self.models.head = self._base_head.in_context(tokens)
+        elif isinstance(self.models.head, ContextHead):
+            self.models.head.add(tokens)
+
+    @on_every_rank
+    def place_rows(self, num_rows: int, context: int) -> None:
+        """Pretend that the first rows have texts of `context` tokens. Rows may share pages, because no
+        sequence holds any."""
+        rows, pages = self.slots.first(num_rows), self.models.pages.num_pages
+        numbers = torch.arange(rows.tables.numel(), device=rows.tables.device).view(rows.tables.shape)
+        rows.tables.copy_(numbers % pages + 1)
+        rows.lengths.fill_(context)
+        rows.limits.fill_(self.slots.text.shape[1] - 1)
+        rows.running.fill_(True)
+        rows.num_unread.fill_(1)
+
+    @on_every_rank
+    def rest(self) -> None:
+        """Let all rows rest, as if none had run."""
+        self.release(range(self.max_rows))
+        if self.slots.ring is not None:
+            self.slots.ring.positions.fill_(-1)
+
+    def check(self) -> None:
+        """Raise if what was computed means nothing, because a rank is lost."""
+        if self.ranks is not None:
+            self.ranks.check()
 
     def _activate(self, wanted: list[bool]) -> None:
         """Say which of the first rows the next round is for."""
@@ -318,3 +386,25 @@ class Device:
         if self.models.target.device.type != "cuda":
             return made
         return made.pin_memory().to(self.models.target.device, non_blocking=True)
+
+
+def make_device(
+    target: Transformer,
+    draft: GlideDraft | None,
+    head: DraftHead | None,
+    size: EngineSize,
+    num_nodes: int,
+    exact: bool,
+) -> Device:
+    """A device with pages and slots of this size, and room for trees of so many nodes."""
+    first: Any = target.blocks[0]
+    # Its own count of heads: tensor parallelism in training leaves it a share of the target's.
+    shape = replace(target.config, num_kv_heads=first.attention.num_kv_heads)
+    pages = Pages.empty(shape, size.num_pages, size.page_size, target.device, target.kv_dtype)
+    models = Models(target, pages, target.can_fuse, draft, head, exact)
+    return Device(models, size.max_rows, size.max_length, num_nodes)
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels are launched on the current device: make it this one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

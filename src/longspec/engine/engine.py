@@ -9,23 +9,25 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
-from longspec.cache import PagePool, Pages
+from longspec.cache import PagePool
 from longspec.decoding.methods import VANILLA, Method, MethodChoice, Tree
-from longspec.decoding.round import Models
 from longspec.engine.auto import Outlook, Policy, candidates, unmeasured
 from longspec.engine.costs import Costs
-from longspec.engine.device import Device, row_buckets
+from longspec.engine.device import Device, make_device, on_device, row_buckets
 from longspec.engine.interrupts import undisturbed
 from longspec.engine.loop import Loop
+from longspec.engine.memory import EngineSize
+from longspec.engine.ranks import Open, Ranks
 from longspec.engine.scheduler import Scheduler
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
@@ -69,20 +71,20 @@ class Engine:
         page_size: int,
         acceptance: Mapping[str, Any] | None = None,
         exact: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
-        with torch.inference_mode():
-            fused = target.can_fuse
-            first: Any = target.blocks[0]
-            # Its own count of heads: tensor parallelism leaves it a share of the target's.
-            shape = replace(target.config, num_kv_heads=first.attention.num_kv_heads)
-            with on_device(target.device):
-                pages = Pages.empty(shape, num_pages, page_size, target.device, target.kv_dtype)
-                self.models = Models(target, pages, fused, draft, head, exact)
-                self._candidates = candidates(draft, acceptance or {}, fused)
-                self.max_length = max_length
-                # Room for the trees of `auto` and of the default.
-                num_nodes = max(one.num_drafted for one in (Tree(), *self._candidates))
-                self.device = Device(self.models, max_rows, max_length, num_nodes)
+        self.max_length = max_length
+        size = EngineSize(max_rows, max_length, page_size, num_pages)
+        with torch.inference_mode(), on_device(target.device):
+            self._candidates = candidates(draft, acceptance or {}, target.can_fuse)
+            # Room for the trees of `auto` and of the default.
+            num_nodes = max(one.num_drafted for one in (Tree(), *self._candidates))
+            if ranks is not None:
+                ranks.tell(Open(size, num_nodes, exact))
+                weakref.finalize(self, ranks.close)
+            self.device = make_device(target, draft, head, size, num_nodes, exact)
+        self.device.ranks = ranks
+        self.models = self.device.models
         self.scheduler = Scheduler(PagePool(num_pages, page_size), max_rows)
         policy = Policy(unmeasured(draft), acceptance or {}, Costs({}, ()))
         self.loop = Loop(self.device, self.scheduler, policy, self._candidates)
@@ -317,8 +319,3 @@ class Engine:
                     self.loop.cancel(sequence)
                 order = self._orders.get_nowait()
         return self.loop.is_busy
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Kernels are launched on the current device: make it this one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

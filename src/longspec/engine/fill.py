@@ -102,7 +102,7 @@ def finish_prompts(models: Models, slots: Slots, work: Segments, last: Tensor, s
     else:
         tokens = choose(logits, sampling, slots.seeds[goals], ends, sampled)
     # Before a capture all of this runs without our kernels, and then no token is one.
-    tokens = tokens.clamp(0, logits.shape[1] - 1)
+    tokens = models.target.agree(tokens.clamp(0, logits.shape[1] - 1))
     # Weights that are finite can still overflow in the pass; whatever is chosen then means nothing.
     work.report.copy_(torch.where(last.isfinite().all(-1), tokens, -1))
     slots.text[goals, ends.clamp(max=slots.text.shape[1] - 1)] = tokens

@@ -40,7 +40,7 @@ class Fingerprint:
     def of(cls, target: Transformer) -> Fingerprint:
         """The target's shape, and sample values of its embedding and norms."""
         shape = {
-            name: getattr(target.config, name)
+            name: getattr(target.whole_config, name)
             for name in (
                 *("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),
                 *("num_kv_heads", "head_dim"),
@@ -48,7 +48,8 @@ class Fingerprint:
         }
         norms = [weight for name, weight in target.named_parameters() if name.endswith("norm.weight")]
         samples = [_spread(norm, 8) for norm in norms]
-        if target.rounded_embedding is None:  # such a target is known by its norms alone
+        # A target that is rounded or shared is known by its norms alone.
+        if target.rounded_embedding is None and target.shard is None:
             samples.insert(0, _spread(target.embedding, _SAMPLES))
         dtype = str(target.dtype).removeprefix("torch.")
         return cls(shape, dtype, torch.cat(samples).float().tolist())
@@ -250,8 +251,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _build(path: Path, tensors: dict[str, Tensor], config: DraftConfig, target: Transformer) -> GlideDraft:
     with torch.device("meta"):  # so that a config that asks for huge weights is refused before allocation
-        shapes = GlideDraft(target.config, config).state_dict()
-    state = {}
+        shapes = GlideDraft(target.whole_config, config).state_dict()
+    state, shard, num_cross = {}, target.shard, len(config.layers_of(target.config))
     for ours, theirs in published_names(config):
         missing = next((name for name in theirs if name not in tensors), None)
         if missing is not None:
@@ -266,6 +267,8 @@ def _build(path: Path, tensors: dict[str, Tensor], config: DraftConfig, target: 
                 f"the draft {path} does not fit the target: {theirs[0]!r} gives shape "
                 f"{tuple(state[ours].shape)} where {tuple(expected)} is needed"
             )
-    draft = GlideDraft(target.config, config)
+        if shard is not None:
+            state[ours] = torch.cat([shard.draft_part(ours, tensors[name], num_cross) for name in theirs])
+    draft = GlideDraft(target.config, config if shard is None else config.shared_by(shard.size))
     draft.load_state_dict(state)
     return draft.to(device=target.device, dtype=target.dtype)

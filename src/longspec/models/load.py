@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from longspec.config import ModelConfig
 from longspec.errors import UserError
 from longspec.models.families import FAMILIES
+from longspec.models.sharding import Shard
 from longspec.models.target import Transformer
 from longspec.models.weights import Precision, pack
 
-TensorReader = Callable[[str], Tensor]
-"""Gives one tensor by its name in the checkpoint."""
+TensorReader = Callable[..., Tensor]
+"""Gives one tensor by its name in the checkpoint, or the part that a second argument, a `Cut`, says."""
 
 
 def load_target(
@@ -25,17 +27,18 @@ def load_target(
     precision: Precision | torch.dtype,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     packed: bool = True,
+    shard: Shard | None = None,
 ) -> Transformer:
     """Build a frozen target from the tensors that `read` gives, ready for inference.
 
     On a CPU, the matrices of each layer are packed or rounded as soon as they are read (`packed`), so that
     peak memory stays near the size of the model. Training needs plain matrices, because gradients pass
-    through the head.
+    through the head. With `shard`, only that part of each tensor is read.
     """
     precision = Precision(precision) if isinstance(precision, torch.dtype) else precision
     dtype = precision.dtype
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(config if shard is None else config.shared_by(shard.size))
     model.requires_grad_(False).eval()
     # Not `to_empty`: on a meta tensor it makes torch import sympy, which takes a second.
     model.rope.table = torch.empty(model.rope.table.shape, device=device)
@@ -45,7 +48,7 @@ def load_target(
         waiting[_block_of(name)] = waiting.get(_block_of(name), 0) + 1
     for name, sources in sources_of.items():
         parameter = model.get_parameter(name)
-        tensor = _join(name, sources, read, parameter.shape).to(device=device, dtype=dtype)
+        tensor = _join(name, sources, read, parameter.shape, shard).to(device=device, dtype=dtype)
         if precision.rounding is not None and tensor.ndim == 1:
             tensor = tensor.clone()  # a view of the mapped file would keep all of it in memory
         _replace(model, name, nn.Parameter(tensor, requires_grad=False))
@@ -61,6 +64,9 @@ def load_target(
         model.head.weight = model.embedding
     if packed:
         pack_ends(model, precision)
+    if shard is not None:
+        model.config = replace(model.config, vocab_size=config.vocab_size)
+        shard.attach(model)
     return model
 
 
@@ -76,9 +82,13 @@ def pack_ends(model: Transformer, precision: Precision) -> None:
     model.precision = precision
 
 
-def _join(name: str, sources: tuple[str, ...], read: TensorReader, shape: torch.Size) -> Tensor:
-    parts = [read(source) for source in sources]
+def _join(
+    name: str, sources: tuple[str, ...], read: TensorReader, shape: torch.Size, shard: Shard | None
+) -> Tensor:
+    parts = [read(source) if shard is None else read(source, shard.cut(name)) for source in sources]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if shard is not None:
+        tensor = shard.finished(name, tensor)
     if tensor.shape != shape:
         raise UserError(
             f"weight {sources[0]!r} gives shape {tuple(tensor.shape)} where the config asks for "

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from longspec.config import DraftConfig, ModelConfig
-from longspec.errors import UserError
+from longspec.errors import UserError, whole_number
 from longspec.models.weights import Precision
 
 # Memory for the interpreter, libraries, activations of a prefill chunk and the logits.
@@ -32,6 +32,38 @@ def pick_device(name: str | torch.device) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"there is no device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices")
     return device
+
+
+def pick_devices(name: str | torch.device, num_ranks: int = 1) -> tuple[torch.device, ...]:
+    """A device for each of so many ranks: those that a list such as "cuda:0,cuda:2" names, or as many GPUs
+    as needed from the named one on, or the CPU for all of them."""
+    if whole_number("tensor_parallel", num_ranks) < 1:
+        raise UserError(f"tensor_parallel is {num_ranks}; it must be at least 1")
+    names = name.split(",") if isinstance(name, str) else [name]
+    found = [pick_device(one) for one in names]
+    if len(found) == 1 and found[0].type == "cuda" and num_ranks > 1:
+        first, there = found[0].index or 0, torch.cuda.device_count()
+        if first + num_ranks > there:
+            raise UserError(
+                f"tensor_parallel {num_ranks} needs {num_ranks} GPUs from cuda:{first} on, but torch sees "
+                f"{there}; lower tensor_parallel, or name the devices (--device cuda:0,cuda:1)"
+            )
+        found = [torch.device("cuda", index) for index in range(first, first + num_ranks)]
+    found *= num_ranks if len(found) == 1 else 1
+    if len(found) != num_ranks:
+        raise UserError(f"device {name!r} names {len(found)} devices, but tensor_parallel is {num_ranks}")
+    check_equal([device_name(one) for one in found] if num_ranks > 1 else [])
+    return tuple(found)
+
+
+def check_equal(names: Sequence[str]) -> None:
+    """Refuse ranks on different devices: the slowest would hold up the others, and sums would differ."""
+    for rank, one in enumerate(names):
+        if one != names[0]:
+            raise UserError(
+                f"rank {rank} would run on {one} and rank 0 on {names[0]}; tensor_parallel needs equal "
+                "devices: name some that are (--device cuda:0,cuda:1)"
+            )
 
 
 def device_name(device: torch.device) -> str:
@@ -77,18 +109,24 @@ def draft_weights(config: ModelConfig, draft: DraftConfig, dtype: torch.dtype) -
     return (draft.num_parameters(config) + draft.draft_vocab * config.hidden_size) * dtype.itemsize
 
 
-def check_fits(name: str, config: ModelConfig, precision: Precision, device: torch.device) -> MemoryPlan:
-    """Refuse a target that does not fit, and say what would fit."""
-    plan = plan_memory(config, precision, device)
+def check_fits(name: str, config: ModelConfig, precision: Precision, *devices: torch.device) -> MemoryPlan:
+    """Refuse a target that does not fit on a device, or in equal parts on several; say what would fit."""
+    device, num_ranks = devices[0], len(devices)
+    if num_ranks > 1 and precision.rounding is not None:
+        raise UserError(f"weights {precision.weights!r} do not go with tensor_parallel {num_ranks}; use auto")
+    plan = plan_memory(config.shared_by(num_ranks), precision, device)
+    plan = replace(plan, free=plan.free // devices.count(device))
     if plan.context_that_fits >= min(LEAST_CONTEXT, config.max_length):
         return plan
     kind = precision.weights
     half = plan.weights // 2
+    parts = f" in {num_ranks} parts" if num_ranks > 1 else ""
     hint = f"a smaller target, or a device with {gigabytes(plan.weights + OVERHEAD)} free"
     if kind == "float32" and half + OVERHEAD < plan.free:
         hint = f"--dtype bfloat16 ({gigabytes(half)})"
     raise UserError(
-        f"{name} does not fit on {device}: its weights take {gigabytes(plan.weights)} in {kind} and each "
+        f"{name} does not fit on {device}{parts}: its weights take "
+        f"{gigabytes(plan.weights)} in {kind} and each "
         f"token of context {plan.kv_per_token / 1024:.0f} KiB, but {gigabytes(plan.free)} are free; "
         f"what would fit: {hint}"
     )

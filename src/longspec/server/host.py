@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
@@ -88,8 +87,6 @@ class Host:
                 sequence.stop_after = TextStream(tokenizer, message.stop).push_and_check
             if message.grammar is not None:
                 sequence.constraint = self._grammars.constraint(message.grammar)
-            # Without the hash that the front may have cached: it is another one here.
-            sequence.method = replace(sequence.method)
             sequence.on_news = partial(self._note, number)
         sequences = dict(message.rows)
         self._sequences |= sequences

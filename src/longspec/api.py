@@ -19,6 +19,7 @@ from longspec.attention import choose_backend
 from longspec.decoding.sampling import Sampling
 from longspec.engine.costs import known_costs
 from longspec.engine.engine import Engine
+from longspec.engine.follow import follow_if_told
 from longspec.engine.load import LoadPlan
 from longspec.engine.make import load_engine
 from longspec.engine.sequence import Sequence
@@ -134,6 +135,8 @@ class LongSpec:
         check_draft_dtype(draft_dtype)  # before a long load
         target, devices = name_of("target", target), pick_devices(device, tensor_parallel)
         device = devices[0]
+        if len(devices) > 1:
+            follow_if_told(len(devices))
         precision = pick_precision(weights, pick_dtype(dtype, device), device)
         if precision.rounding is not None and attention not in ("auto", "torch"):
             raise UserError(f"attention {attention!r} does not go with rounded weights; use auto or torch")
@@ -218,6 +221,11 @@ class LongSpec:
     def reset(self) -> None:
         """Drop the KV of all finished texts."""
         self.engine.forget()
+
+    def close(self) -> None:
+        """End the other processes that hold parts of the target, if there are any. So does the end of this
+        process, or the last reference to the model."""
+        self.engine.close()
 
     def _memory_explained(self, sequences: list[Sequence]) -> AbstractContextManager[None]:
         longest = max(sequence.limit for sequence in sequences)

@@ -74,6 +74,7 @@ class Engine:
         ranks: Ranks | None = None,
     ) -> None:
         self.max_length = max_length
+        self._end: Callable[[], object] = lambda: None
         size = EngineSize(max_rows, max_length, page_size, num_pages)
         with torch.inference_mode(), on_device(target.device):
             self._candidates = candidates(draft, acceptance or {}, target.can_fuse)
@@ -81,7 +82,7 @@ class Engine:
             num_nodes = max(one.num_drafted for one in (Tree(), *self._candidates))
             if ranks is not None:
                 ranks.tell(Open(size, num_nodes, exact))
-                weakref.finalize(self, ranks.close)
+                self._end = weakref.finalize(self, ranks.close)
             self.device = make_device(target, draft, head, size, num_nodes, exact)
         self.device.ranks = ranks
         self.models = self.device.models
@@ -217,11 +218,11 @@ class Engine:
     def _work(self) -> None:
         """One turn, which Ctrl-C does not break off; an error in it ends every sequence, not the engine."""
         with undisturbed(), torch.inference_mode(), on_device(self.models.target.device):
-            if self._take_orders():
-                try:
+            try:
+                if self._take_orders():
                     self.loop.turn()
-                except Exception as error:
-                    self.loop.fail(error)
+            except Exception as error:
+                self.loop.fail(error)
         self._tell()
 
     def _tell(self) -> None:
@@ -247,6 +248,15 @@ class Engine:
         else:
             method = sequence.method if isinstance(sequence.method, Method) else VANILLA
         return self.loop.fit(method, sequence.draws)
+
+    def check(self) -> None:
+        """Raise if this engine is of no use any more, because another rank is lost."""
+        self.device.check()
+
+    def close(self) -> None:
+        """End the other ranks, if there are any; then this one is of no use either."""
+        with self._leads:
+            self._end()
 
     def forget(self) -> None:
         """Let go of all texts that no sequence holds."""

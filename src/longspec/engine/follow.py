@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from multiprocessing.connection import Connection
@@ -14,6 +15,7 @@ from queue import SimpleQueue
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 from longspec.engine.device import Device, make_device, on_device
 from longspec.engine.load import Loaded, load_models
@@ -29,10 +31,11 @@ from longspec.engine.ranks import (
     find_store,
     join_group,
     receive,
-    room_on,
     send,
+    torchrun_rank,
 )
 from longspec.errors import UserError
+from longspec.models.placement import out_of_memory, room_on
 from longspec.models.sharding import Shard
 
 
@@ -55,10 +58,20 @@ class Follower:
                 while (order := self._orders.get()) is not None:
                     self._obey(order)
         except Exception as error:
-            reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            with self._sends:
-                send(self._link, Failed(reason))
+            self._report(error)
             raise
+
+    def _report(self, error: Exception) -> None:
+        """Tell rank 0 why this rank ends."""
+        reason = str(error)
+        if out_of_memory(error):
+            reason = "there is not enough memory"
+        elif not isinstance(error, UserError):
+            reason = f"{type(error).__name__}: {(reason.splitlines() or [''])[0]}"
+            # A collective fails because another rank has ended. Let that one be found first.
+            time.sleep(2)
+        with self._sends:
+            send(self._link, Failed(reason))
 
     def _obey(self, order: Load | Open | Call | Ping) -> None:
         if isinstance(order, Load):
@@ -102,6 +115,21 @@ def _listen(link: Connection, orders: SimpleQueue[Order], sends: threading.Lock)
     os._exit(1)
 
 
+def follow_if_told(num_ranks: int) -> None:
+    """Where torchrun has started so many processes, be one of those that follow rank 0, if this is one."""
+    rank = torchrun_rank()
+    if rank is None:
+        return
+    there = int(os.environ["WORLD_SIZE"])
+    if there != num_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", there)) != there:
+        raise UserError(
+            f"tensor_parallel is {num_ranks}, and torchrun started {there} processes; start as many "
+            f"(torchrun --nproc-per-node {num_ranks}), all on one machine"
+        )
+    if rank:
+        follow()
+
+
 def follow() -> NoReturn:
     """Be a rank other than 0 for as long as rank 0 is there; the process ends here."""
     # Ctrl-C reaches all processes of a terminal; rank 0 decides what it means.
@@ -110,12 +138,11 @@ def follow() -> NoReturn:
     code = 0
     try:
         Follower(int(os.environ["RANK"])).run()
-    except UserError:
-        code = 2  # rank 0 tells it
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
         code = 1
-    sys.stdout.flush()
+        # Rank 0 tells what users can act on, and whatever goes wrong if it is gone is of no interest.
+        if not isinstance(error, (UserError, OSError, dist.DistError)) and not out_of_memory(error):
+            traceback.print_exc()
     sys.stderr.flush()
     # Not by `sys.exit`: the end of a group of which others have ended already may wait for them.
     os._exit(code)

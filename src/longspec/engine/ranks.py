@@ -32,12 +32,14 @@ from torch.distributed.rendezvous import rendezvous
 from longspec.engine.load import LoadPlan
 from longspec.engine.memory import EngineSize
 from longspec.errors import UserError
-from longspec.models.placement import free_memory
+from longspec.models.placement import room_on
 from longspec.models.sharding import Shard
 
 T = TypeVar("T")
 # Seconds without an answer after which a rank counts as lost, and the longest that a collective may take.
 TIMEOUT = float(os.environ.get("LONGSPEC_RANK_TIMEOUT", "120"))
+# Seconds in which a process must have started.
+_START = 120.0
 # Seconds between two questions whether a rank is alive, and those in which the cause of an error shows.
 _PING, _CAUSE = 1.0, 5.0
 # Where ranks find the path of rank 0's socket.
@@ -152,11 +154,6 @@ def join_group(store: Store, rank: int, devices: tuple[torch.device, ...]) -> No
     )
 
 
-def room_on(device: torch.device, devices: tuple[torch.device, ...]) -> int:
-    """The bytes that one of the ranks on a device may take."""
-    return free_memory(device) // devices.count(device)
-
-
 @dataclass(eq=False)
 class _Peer:
     """Another rank, as rank 0 knows it."""
@@ -164,8 +161,8 @@ class _Peer:
     rank: int
     pid: int
     link: Connection
-    heard: float = field(default_factory=time.monotonic)
-    """When it last said something."""
+    num_unanswered: int = 0
+    """Questions whether it is alive since it last said something."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while something is sent."""
 
@@ -216,7 +213,7 @@ class Ranks:
 
     def _accept(self) -> None:
         """Wait until every rank has connected."""
-        end = time.monotonic() + TIMEOUT
+        end = time.monotonic() + _START
         # In a folder that only this user can enter, because messages are pickled.
         with (
             tempfile.TemporaryDirectory(prefix="longspec-") as folder,
@@ -233,7 +230,7 @@ class Ranks:
                     if process.poll() is not None:
                         raise RankError(f"{self._name(rank)} ended at its start, with code {process.poll()}")
                 if time.monotonic() > end:
-                    raise RankError(f"{self._name(min(missing))} did not start within {TIMEOUT:g} s")
+                    raise RankError(f"{self._name(min(missing))} did not start within {_START:g} s")
                 with contextlib.suppress(TimeoutError):
                     link = Connection(server.accept()[0].detach())
                     hello = receive(link)
@@ -315,17 +312,18 @@ class Ranks:
                 except (EOFError, OSError):
                     self._lose(peer)
                     return
-            now = time.monotonic()
-            if now - asked >= _PING:
-                asked = now
+            if time.monotonic() - asked >= _PING:
+                asked = time.monotonic()
                 self._ask()
-            silent = next((peer for peer in self._peers if now - peer.heard > TIMEOUT), None)
+            # Not by the clock, which goes on while all processes are suspended.
+            silent = next((peer for peer in self._peers if peer.num_unanswered * _PING > TIMEOUT), None)
             if silent is not None:
                 self._fail(f"{self._name(silent.rank, silent.pid)} has not answered for {TIMEOUT:g} s")
                 return
 
     def _ask(self) -> None:
         for peer in self._peers:
+            peer.num_unanswered += 1
             # If something is being sent for long, the rank does not read.
             if peer.lock.acquire(blocking=False):
                 try:
@@ -335,7 +333,7 @@ class Ranks:
                     peer.lock.release()
 
     def _hear(self, peer: _Peer, answer: Answer) -> None:
-        peer.heard = time.monotonic()
+        peer.num_unanswered = 0
         if isinstance(answer, Ready):
             with self._news:
                 self._answers[peer.rank] = answer
@@ -374,6 +372,7 @@ class Ranks:
         if self._over.is_set():
             return
         self._over.set()
+        self._error = self._error or RankError("the model is closed; load it again")
         for peer in self._peers:
             with contextlib.suppress(OSError), peer.lock:
                 send(peer.link, None)

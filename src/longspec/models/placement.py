@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -98,24 +98,32 @@ class MemoryPlan:
         return max(0, (self.free - self.weights - OVERHEAD) // self.kv_per_token)
 
 
-def plan_memory(config: ModelConfig, precision: Precision, device: torch.device) -> MemoryPlan:
-    """Compute what the target needs in `precision`, and read what is free on `device`."""
-    per_token = config.kv_bytes_per_token(precision.kv_dtype.itemsize)
-    return MemoryPlan(precision.weight_bytes(config, device), per_token, free_memory(device))
+def plan_memory(config: ModelConfig, precision: Precision, *devices: torch.device) -> MemoryPlan:
+    """Compute what the target needs in `precision`, and read what is free on the device. With several
+    devices, what each rank needs of its own."""
+    num_ranks, device = len(devices), devices[0]
+    if num_ranks > 1 and precision.rounding is not None:
+        raise UserError(f"weights {precision.weights!r} do not go with tensor_parallel {num_ranks}; use auto")
+    share = config.shared_by(num_ranks)
+    per_token = share.kv_bytes_per_token(precision.kv_dtype.itemsize)
+    return MemoryPlan(precision.weight_bytes(share, device), per_token, room_on(device, devices))
 
 
-def draft_weights(config: ModelConfig, draft: DraftConfig, dtype: torch.dtype) -> int:
-    """The bytes of a draft's weights and of its copy of rows of the target's head."""
-    return (draft.num_parameters(config) + draft.draft_vocab * config.hidden_size) * dtype.itemsize
+def room_on(device: torch.device, devices: Sequence[torch.device]) -> int:
+    """The bytes that one of the ranks on a device may take."""
+    return free_memory(device) // devices.count(device)
+
+
+def draft_weights(config: ModelConfig, draft: DraftConfig, dtype: torch.dtype, num_ranks: int = 1) -> int:
+    """The bytes of a draft's weights and of its copy of rows of the target's head, on each rank."""
+    own = draft.shared_by(num_ranks).num_parameters(config.shared_by(num_ranks))
+    return (own + -(-draft.draft_vocab // num_ranks) * config.hidden_size) * dtype.itemsize
 
 
 def check_fits(name: str, config: ModelConfig, precision: Precision, *devices: torch.device) -> MemoryPlan:
     """Refuse a target that does not fit on a device, or in equal parts on several; say what would fit."""
     device, num_ranks = devices[0], len(devices)
-    if num_ranks > 1 and precision.rounding is not None:
-        raise UserError(f"weights {precision.weights!r} do not go with tensor_parallel {num_ranks}; use auto")
-    plan = plan_memory(config.shared_by(num_ranks), precision, device)
-    plan = replace(plan, free=plan.free // devices.count(device))
+    plan = plan_memory(config, precision, *devices)
     if plan.context_that_fits >= min(LEAST_CONTEXT, config.max_length):
         return plan
     kind = precision.weights

@@ -64,6 +64,7 @@ class Host:
                 self._engine.cancel(sequence)
         self._outbox.put(None)
         sender.join()
+        self._engine.check()
 
     def _take(self, message: Ask | Cancel | AskStatus) -> None:
         if isinstance(message, Cancel):
@@ -102,6 +103,11 @@ class Host:
 
     def _tell(self) -> None:
         """Hand over what a turn has brought; by the thread that leads."""
+        try:
+            self._engine.check()
+        except OSError:
+            # Tell those who wait, and end.
+            self._link.shutdown(socket.SHUT_RD)
         if not self._changed:
             return
         rows = []

@@ -198,6 +198,11 @@ class Ranks:
         """How many ranks there are, this one counted."""
         return len(self.devices)
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the other ranks, in order."""
+        return [peer.pid for peer in sorted(self._peers, key=lambda peer: peer.rank)]
+
     def _start(self) -> Store:
         seconds = timedelta(seconds=TIMEOUT)
         store = TCPStore("127.0.0.1", 0, self.size, True, seconds, wait_for_workers=False)

@@ -121,8 +121,11 @@ class Device:
         self._segments: dict[int, Segments] = {}
         self._rings: dict[int, Tensor] = {}
         self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
-        self._captures = models.fused and target.device.type == "cuda"
-        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+        self.captures = models.fused and target.device.type == "cuda"
+        """Whether works are recorded and replayed."""
+        if target.shard is not None:
+            self.captures = self.captures and target.shard.can_capture
+        self._pool = torch.cuda.graph_pool_handle() if self.captures else None
         self._active: list[bool] = [False] * (max_rows + 1)
         self.buckets = row_buckets(max_rows) if models.fused else tuple(range(1, max_rows + 1))
 
@@ -350,12 +353,21 @@ class Device:
     def _run(self, work: Work) -> None:
         """Do the work: by a replay, recorded the first time, where that can be."""
         key, launch = work
-        if not self._captures:
+        if not self.captures:
             launch()
             return
         if key not in self._graphs:
             self.record([work])
         self._graphs[key].replay()
+
+    @on_every_rank
+    def prepare(self, keys: Sequence[tuple[Any, ...]]) -> None:
+        """Record what is found by these keys."""
+        kinds: dict[Any, Callable[..., Work]] = {"segments": self.segments_work, "ring": self.ring_work}
+        works = [
+            kinds[kind](*rest) if kind in kinds else self.round_work(kind, *rest) for kind, *rest in keys
+        ]
+        self.record(works)
 
     def record(self, works: Sequence[Work]) -> None:
         """Record what is not recorded yet, with every row at rest, because that runs each work a few times.

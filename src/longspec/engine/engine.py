@@ -291,7 +291,7 @@ class Engine:
 
     def prepare(self, max_rows: int = 1) -> None:
         """Record what a first sequence, or so many at once, will replay, so that none has to wait for it."""
-        if not (self.models.fused and self.models.target.device.type == "cuda"):
+        if not self.device.captures:
             return
         with self.paused() as device:
             if self.loop.is_large:
@@ -299,8 +299,8 @@ class Engine:
                 like = target.norm.weight.new_zeros(1, config.num_heads, config.head_dim)
                 target.attention.warm_up(like, config.num_kv_heads, self.max_length)
             most = 1 if max_rows == 1 else device.MOST_SEGMENTS
-            works = [
-                device.segments_work(size, sampled)
+            works: list[tuple[Any, ...]] = [
+                ("segments", size, sampled)
                 for size in row_buckets(device.MOST_SEGMENTS)
                 if size <= most
                 for sampled in (False, True)
@@ -308,12 +308,12 @@ class Engine:
             for size in [size for size in device.buckets if size <= device.bucket(max_rows)]:
                 picked = self.policy.pick([Outlook(0.0)] * size, None, size, 512)
                 if self.models.draft is not None:
-                    works.append(device.ring_work(size))
+                    works.append(("ring", size))
                 # One sequence mostly stays with what is picked first; of many, outlooks and lengths differ.
                 for method in {VANILLA, picked, *(self.policy.methods if max_rows > 1 else ())}:
                     fitted = self.loop.fit(method)
-                    works += [device.round_work(fitted, size, sampled) for sampled in (False, True)]
-            device.record(works)
+                    works += [(fitted, size, sampled) for sampled in (False, True)]
+            device.prepare(works)
 
     def _take_orders(self) -> bool:
         """Do what callers asked for; whether there is something to do now."""

@@ -67,6 +67,8 @@ def make_engine(
             f"exact is for our kernels, and they do not run {name} on {device}; "
             "in float32 all methods say the same words without it"
         )
+    if exact and ranks is not None:
+        raise UserError("exact does not go with tensor_parallel, whose sums depend on the number of rows")
     page = page_size(dtype, config.head_dim, fused)
     free = free_memory(device) if ranks is None else ranks.room()
     size = size_engine(config, dtype, device, free, page, max_length, max_rows, kv_memory, limit)

@@ -88,7 +88,12 @@ class Shard:
         """All ranks' scores side by side: [..., size] of [..., V / N] each."""
         parts = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous())
-        return torch.cat(parts, -1)[..., :size]
+        return torch.cat(parts, -1)[..., :size].contiguous()
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a CUDA graph can hold the collectives."""
+        return dist.get_backend() == "nccl"
 
     def agree(self, value: Tensor) -> Tensor:
         """Rank 0's value. All ranks compute it from the same numbers; this makes sure that no rounding can

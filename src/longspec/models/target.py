@@ -68,12 +68,10 @@ class Transformer(nn.Module):
 
     @property
     def can_fuse(self) -> bool:
-        """Whether our own kernels can do all of a round. They read weights directly, so each must be whole:
-        ZeRO-3 leaves empty ones and tensor parallelism shares, which only their modules know how to use."""
+        """Whether our own kernels can do all of a round. They read weights directly, so each must be a plain
+        tensor: in training ZeRO-3 leaves empty ones, and tensor parallelism torch's own kind of shares."""
         is_whole = all(type(weight.data) is Tensor and weight.numel() for weight in self.parameters())
-        return (
-            is_whole and self.shard is None and self.attention.can_fuse(self.embedding, self.config.head_dim)
-        )
+        return is_whole and self.attention.can_fuse(self.embedding, self.config.head_dim)
 
     def forward(self, tokens: Tensor, run: ForwardPass) -> Tensor:
         """Hidden states [B, T, E], after the last norm, of tokens [B, T]."""

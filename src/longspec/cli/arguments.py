@@ -111,7 +111,7 @@ def add_size_arguments(parser: argparse._ActionsContainer) -> None:
         "--kv-memory",
         type=_num_bytes,
         metavar="SIZE",
-        help="memory for the KV of all prompts, such as 8GB or 512MB (default: what is free, in part)",
+        help="memory for the KV of all prompts, on each rank, such as 8GB (default: what is free, in part)",
     )
     parser.add_argument(
         "--exact",

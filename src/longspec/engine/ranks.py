@@ -36,8 +36,10 @@ from longspec.models.placement import room_on
 from longspec.models.sharding import Shard
 
 T = TypeVar("T")
-# Seconds without an answer after which a rank counts as lost, and the longest that a collective may take.
+# Seconds without an answer after which a rank counts as lost.
 TIMEOUT = float(os.environ.get("LONGSPEC_RANK_TIMEOUT", "120"))
+# The longest that a collective may take, in seconds: ranks that are alive may compile kernels for minutes.
+_COLLECTIVE = 600.0
 # Seconds in which a process must have started.
 _START = 120.0
 # Seconds between two questions whether a rank is alive, and those in which the cause of an error shows.
@@ -125,7 +127,7 @@ def torchrun_rank() -> int | None:
 
 def find_store() -> Store:
     """Where the ranks find each other, as torchrun's variables say."""
-    store: Store = next(rendezvous("env://", timeout=timedelta(seconds=TIMEOUT)))[0]
+    store: Store = next(rendezvous("env://", timeout=timedelta(seconds=_START)))[0]
     return store
 
 
@@ -149,7 +151,7 @@ def join_group(store: Store, rank: int, devices: tuple[torch.device, ...]) -> No
         store=PrefixStore("longspec/group", store),
         rank=rank,
         world_size=len(devices),
-        timeout=timedelta(seconds=TIMEOUT),
+        timeout=timedelta(seconds=_COLLECTIVE),
         device_id=device if with_nccl else None,
     )
 
@@ -204,7 +206,7 @@ class Ranks:
         return [peer.pid for peer in sorted(self._peers, key=lambda peer: peer.rank)]
 
     def _start(self) -> Store:
-        seconds = timedelta(seconds=TIMEOUT)
+        seconds = timedelta(seconds=_START)
         store = TCPStore("127.0.0.1", 0, self.size, True, seconds, wait_for_workers=False)
         given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(self.size)}
         for rank in range(1, self.size):

@@ -38,10 +38,9 @@ from longspec.models.sharding import Shard
 T = TypeVar("T")
 # Seconds without an answer after which a rank counts as lost.
 TIMEOUT = float(os.environ.get("LONGSPEC_RANK_TIMEOUT", "120"))
-# The longest that a collective may take, in seconds: ranks that are alive may compile kernels for minutes.
-_COLLECTIVE = 600.0
-# Seconds in which a process must have started.
-_START = 120.0
+# Seconds in which a process must have started and a collective be done. Those of NCCL have longer: while
+# rounds are captured, ranks wait for each other's compilers, and a lost rank is noticed anyway.
+_SLOW, _SLOW_NCCL = 120.0, 900.0
 # Seconds between two questions whether a rank is alive, and those in which the cause of an error shows.
 _PING, _CAUSE = 1.0, 5.0
 # Where ranks find the path of rank 0's socket.
@@ -127,7 +126,7 @@ def torchrun_rank() -> int | None:
 
 def find_store() -> Store:
     """Where the ranks find each other, as torchrun's variables say."""
-    store: Store = next(rendezvous("env://", timeout=timedelta(seconds=_START)))[0]
+    store: Store = next(rendezvous("env://", timeout=timedelta(seconds=_SLOW)))[0]
     return store
 
 
@@ -151,7 +150,7 @@ def join_group(store: Store, rank: int, devices: tuple[torch.device, ...]) -> No
         store=PrefixStore("longspec/group", store),
         rank=rank,
         world_size=len(devices),
-        timeout=timedelta(seconds=_COLLECTIVE),
+        timeout=timedelta(seconds=_SLOW_NCCL if with_nccl else _SLOW),
         device_id=device if with_nccl else None,
     )
 
@@ -206,7 +205,7 @@ class Ranks:
         return [peer.pid for peer in sorted(self._peers, key=lambda peer: peer.rank)]
 
     def _start(self) -> Store:
-        seconds = timedelta(seconds=_START)
+        seconds = timedelta(seconds=_SLOW)
         store = TCPStore("127.0.0.1", 0, self.size, True, seconds, wait_for_workers=False)
         given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(self.size)}
         for rank in range(1, self.size):
@@ -220,7 +219,7 @@ class Ranks:
 
     def _accept(self) -> None:
         """Wait until every rank has connected."""
-        end = time.monotonic() + _START
+        end = time.monotonic() + _SLOW
         # In a folder that only this user can enter, because messages are pickled.
         with (
             tempfile.TemporaryDirectory(prefix="longspec-") as folder,
@@ -237,7 +236,7 @@ class Ranks:
                     if process.poll() is not None:
                         raise RankError(f"{self._name(rank)} ended at its start, with code {process.poll()}")
                 if time.monotonic() > end:
-                    raise RankError(f"{self._name(min(missing))} did not start within {_START:g} s")
+                    raise RankError(f"{self._name(min(missing))} did not start within {_SLOW:g} s")
                 with contextlib.suppress(TimeoutError):
                     link = Connection(server.accept()[0].detach())
                     hello = receive(link)
@@ -300,7 +299,8 @@ class Ranks:
     def _cause(self, error: Exception) -> Exception:
         """The rank that caused an error; if none did, the error itself. The model is of no use any more."""
         with self._news:
-            self._news.wait_for(lambda: self._error is not None, _CAUSE)
+            if not isinstance(error, UserError):  # that one is rank 0's own
+                self._news.wait_for(lambda: self._error is not None, _CAUSE)
             found = self._error
         if found is not None:
             return found

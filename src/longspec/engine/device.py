@@ -6,13 +6,12 @@ from then on. Everything is launched on one stream, in order: what is launched l
 
 from __future__ import annotations
 
-import contextlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,13 +26,13 @@ from longspec.decoding.slots import MOST_EOS, Slots
 from longspec.engine.fill import SEGMENT, Segments, read_into_rings, take_chunk, take_segments
 from longspec.engine.graph import capture
 from longspec.engine.memory import EngineSize
+from longspec.engine.orders import on_every_rank
 from longspec.models.draft import ContextHead, DraftHead, GlideDraft
 from longspec.models.target import Transformer
 
 if TYPE_CHECKING:
     from longspec.engine.ranks import Ranks
 
-M = TypeVar("M", bound=Callable[..., Any])
 Work = tuple[tuple[Any, ...], Callable[[], None]]
 """What a graph is found by, and what launches its kernels."""
 Group = tuple[MethodChoice, bool]
@@ -74,20 +73,6 @@ class Report:
 def row_buckets(max_rows: int) -> tuple[int, ...]:
     """The numbers of rows that rounds are captured for."""
     return (*(2**power for power in range(max_rows.bit_length()) if 2**power < max_rows), max_rows)
-
-
-def on_every_rank(method: M) -> M:
-    """A method that every rank calls, where several share a target: rank 0 tells the others to, first.
-
-    What it is called with must be values that cross to other processes, by position.
-    """
-
-    @wraps(method)
-    def run(self: Device, *arguments: Any) -> Any:
-        work = partial(method, self, *arguments)
-        return work() if self.ranks is None else self.ranks.lead(method.__name__, arguments, work)
-
-    return cast("M", run)
 
 
 class Device:
@@ -415,8 +400,3 @@ def make_device(
     pages = Pages.empty(shape, size.num_pages, size.page_size, target.device, target.kv_dtype)
     models = Models(target, pages, target.can_fuse, draft, head, exact)
     return Device(models, size.max_rows, size.max_length, num_nodes)
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Kernels are launched on the current device: make it this one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

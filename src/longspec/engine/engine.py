@@ -23,15 +23,17 @@ from longspec.cache import PagePool
 from longspec.decoding.methods import VANILLA, Method, MethodChoice, Tree
 from longspec.engine.auto import Outlook, Policy, candidates, unmeasured
 from longspec.engine.costs import Costs
-from longspec.engine.device import Device, make_device, on_device, row_buckets
+from longspec.engine.device import Device, make_device, row_buckets
 from longspec.engine.interrupts import undisturbed
 from longspec.engine.loop import Loop
 from longspec.engine.memory import EngineSize
-from longspec.engine.ranks import Open, Ranks
+from longspec.engine.orders import Open
+from longspec.engine.ranks import Ranks
 from longspec.engine.scheduler import Scheduler
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 from longspec.models.draft import DraftHead, GlideDraft
+from longspec.models.placement import on_device
 from longspec.models.target import Transformer
 
 # Seconds after which who waits looks again by itself.

@@ -17,25 +17,12 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from longspec.engine.device import Device, make_device, on_device
+from longspec.engine.device import Device, make_device
 from longspec.engine.load import Loaded, load_models
-from longspec.engine.ranks import (
-    Call,
-    Failed,
-    Load,
-    Open,
-    Order,
-    Ping,
-    Ready,
-    connect,
-    find_store,
-    join_group,
-    receive,
-    send,
-    torchrun_rank,
-)
+from longspec.engine.orders import Call, Failed, Load, Open, Order, Ping, Ready, receive, send
+from longspec.engine.ranks import connect, find_store, join_group, torchrun_rank
 from longspec.errors import UserError
-from longspec.models.placement import out_of_memory, room_on
+from longspec.models.placement import on_device, out_of_memory, room_on
 from longspec.models.sharding import Shard
 
 

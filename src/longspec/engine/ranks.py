@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -30,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from longspec.engine.load import LoadPlan
-from longspec.engine.memory import EngineSize
+from longspec.engine.orders import Answer, Call, Failed, Hello, Load, Order, Ping, Ready, receive, send
 from longspec.errors import UserError
 from longspec.models.placement import room_on
 from longspec.models.sharding import Shard
@@ -49,74 +48,6 @@ _LINK = "longspec/link"
 
 class RankError(ChildProcessError):
     """Another rank is lost, and with it the model; the message names the rank."""
-
-
-@dataclass(frozen=True)
-class Hello:
-    """What a rank says first."""
-
-    rank: int
-    pid: int
-
-
-@dataclass(frozen=True)
-class Load:
-    """Load a part of these models, and join the group of all ranks."""
-
-    devices: tuple[torch.device, ...]
-    plan: LoadPlan
-    num_threads: int
-
-
-@dataclass(frozen=True)
-class Open:
-    """Open a device of this size."""
-
-    size: EngineSize
-    num_nodes: int
-    exact: bool
-
-
-@dataclass(frozen=True)
-class Call:
-    """Do this with the device."""
-
-    name: str
-    arguments: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Ping:
-    """Say that you are alive."""
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The part is loaded, and so many bytes are left on the device."""
-
-    free: int
-
-
-@dataclass(frozen=True)
-class Failed:
-    """This rank ends, and why."""
-
-    reason: str
-
-
-Order = Load | Open | Call | Ping | None
-"""What rank 0 says; None: end."""
-Answer = Hello | Ping | Ready | Failed
-
-
-def send(link: Connection, message: Order | Answer) -> None:
-    """Send one message. Not by `Connection.send`, which would put tensors into shared memory."""
-    link.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-
-def receive(link: Connection) -> Any:
-    """The next message; raises EOFError or OSError where the other side is gone."""
-    return pickle.loads(link.recv_bytes())
 
 
 def torchrun_rank() -> int | None:
@@ -164,8 +95,8 @@ class _Peer:
     link: Connection
     num_unanswered: int = 0
     """Questions whether it is alive since it last said something."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while something is sent."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held while something is sent. Python may collect the model, and so close it, meanwhile."""
 
 
 class Ranks:
@@ -186,13 +117,14 @@ class Ranks:
         self._over = threading.Event()
         self._is_leading = False
         self._num_threads = torch.get_num_threads()
+        self._watcher = threading.Thread(target=self._watch, name="longspec-ranks", daemon=True)
         try:
             self._store = self._start() if torchrun_rank() is None else find_store()
             self._accept()
         except BaseException:
             self.close()
             raise
-        threading.Thread(target=self._watch, name="longspec-ranks", daemon=True).start()
+        self._watcher.start()
 
     @property
     def size(self) -> int:
@@ -265,11 +197,8 @@ class Ranks:
         """Say this to all other ranks."""
         self.check()
         for peer in self._peers:
-            try:
-                with peer.lock:
-                    send(peer.link, order)
-            except OSError as error:
-                raise self._cause(error) from error
+            with self.explained(), peer.lock:
+                send(peer.link, order)
 
     def lead(self, name: str, arguments: tuple[Any, ...], work: Callable[[], T]) -> T:
         """Do something with the device that all ranks do, each with its own."""
@@ -289,12 +218,15 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            raise self._cause(error) from error
+            cause = self._cause(error)
+            if cause is error:
+                raise
+            raise cause from error
 
     def check(self) -> None:
         """Raise if a rank is lost."""
         if self._error is not None:
-            raise self._error
+            raise RankError(*self._error.args)
 
     def _cause(self, error: Exception) -> Exception:
         """The rank that caused an error; if none did, the error itself. The model is of no use any more."""
@@ -389,6 +321,8 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self._watcher.is_alive() and self._watcher is not threading.current_thread():
+            self._watcher.join(_CAUSE)
         for peer in self._peers:
             peer.link.close()
         torch.set_num_threads(self._num_threads)

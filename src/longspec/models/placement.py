@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,6 +65,11 @@ def check_equal(names: Sequence[str]) -> None:
                 f"rank {rank} would run on {one} and rank 0 on {names[0]}; tensor_parallel needs equal "
                 "devices: name some that are (--device cuda:0,cuda:1)"
             )
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels are launched on the current device: make it this one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def device_name(device: torch.device) -> str:

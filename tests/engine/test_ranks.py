@@ -58,7 +58,7 @@ def make_pair(folder: Path, tokenizer: Path, tied: bool) -> tuple[Path, Path]:
         vocab_size=V,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=512,
@@ -106,10 +106,12 @@ def said(model: LongSpec, in_full: bool) -> dict[str, list[tuple[list[int], list
             is_left_out = which != number % 2 and not in_full
             if is_left_out or (name == "drawn" and not sampling["temperature"]):
                 continue
-            answers = model.generate(PROMPTS, max_new_tokens=12, eos_ids=(), **method, **sampling)
+            answers = model.generate(
+                PROMPTS, max_new_tokens=12 if in_full else 7, eos_ids=(), **method, **sampling
+            )
             key = f"{name} at {sampling['temperature']}"
             found[key] = [(answer.token_ids, answer.depths) for answer in answers]
-    guided = Sequence(PROMPTS[0], 8, num_logprobs=2)
+    guided = Sequence(PROMPTS[0], 4, num_logprobs=2)
     model.engine.run([guided])
     tops = [[token for token, _ in top] for _, top in guided.logprobs]
     found["guided"] = [(guided.tokens, tokens) for tokens in tops]
@@ -120,7 +122,8 @@ def compare(pair: tuple[Path, Path], num_ranks: int, in_full: bool = True) -> No
     with loaded(pair, 1) as model:
         alone = said(model, in_full)
     # The draft is worth something, or its part would not be tested.
-    assert sum(depth > 0 for _, depths in alone["pruned at 0.0"] for depth in depths) > 5
+    drafted = [rows for name, rows in alone.items() if name.startswith(("seq", "tree", "pruned", "drawn"))]
+    assert sum(depth > 0 for rows in drafted for _, depths in rows for depth in depths) > 5
     with loaded(pair, num_ranks) as model:
         assert model.engine.models.pages.keys.shape[1] == 4 // num_ranks
         assert said(model, in_full) == alone
@@ -232,6 +235,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.full
 def test_without_rank_0_the_others_end(pair: tuple[Path, Path]) -> None:
     command = [sys.executable, "-c", SCRIPT, str(pair[0])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as leader:

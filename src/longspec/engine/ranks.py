@@ -115,7 +115,7 @@ class Ranks:
         self._error: RankError | None = None
         self._news = threading.Condition()
         self._over = threading.Event()
-        self._is_leading = False
+        self._is_leading, self._has_joined = False, False
         self._num_threads = torch.get_num_threads()
         self._watcher = threading.Thread(target=self._watch, name="longspec-ranks", daemon=True)
         try:
@@ -182,6 +182,7 @@ class Ranks:
         self.tell(Load(self.devices, plan, torch.get_num_threads()))
         with self.explained():
             join_group(self._store, 0, self.devices)
+        self._has_joined = True
         return Shard(0, self.size, plan.config)
 
     def room(self) -> int:
@@ -312,6 +313,8 @@ class Ranks:
             return
         self._over.set()
         self._error = self._error or RankError("the model is closed; load it again")
+        if self._has_joined and dist.is_initialized():
+            dist.destroy_process_group()  # while the others are still there: NCCL may wait for them
         for peer in self._peers:
             with contextlib.suppress(OSError), peer.lock:
                 send(peer.link, None)
@@ -326,5 +329,3 @@ class Ranks:
         for peer in self._peers:
             peer.link.close()
         torch.set_num_threads(self._num_threads)
-        if dist.is_initialized():
-            dist.destroy_process_group()

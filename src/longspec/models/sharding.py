@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspec.config import ModelConfig
+from longspec.models.layers import Block
 
 if TYPE_CHECKING:
     from longspec.models.draft import GlideDraft
@@ -86,8 +87,9 @@ class Shard:
 
     def join(self, part: Tensor, size: int) -> Tensor:
         """All ranks' scores side by side: [..., size] of [..., V / N] each."""
+        part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        dist.all_gather(parts, part.contiguous())
+        dist.all_gather(parts, part)
         return torch.cat(parts, -1)[..., :size].contiguous()
 
     @property
@@ -104,8 +106,6 @@ class Shard:
 
     def attach(self, model: Transformer) -> None:
         """Let a model that holds this part compute as the whole."""
-        from longspec.models.layers import Block
-
         model.shard = self
         for block in model.blocks:
             assert isinstance(block, Block)

@@ -47,8 +47,8 @@ def random_pair(folder: Path) -> tuple[str, str]:
     config = Qwen2Config(
         vocab_size=_VOCAB,
         hidden_size=1024,
-        intermediate_size=2048,
-        num_hidden_layers=8,
+        intermediate_size=2304,
+        num_hidden_layers=3,
         num_attention_heads=16,
         num_key_value_heads=8,
         max_position_embeddings=4096,
@@ -60,7 +60,7 @@ def random_pair(folder: Path) -> tuple[str, str]:
     shape = read_config(folder / "target")
     with WeightFiles(folder / "target") as weights:
         target = load_target(shape, weights.tensor, torch.device("cpu"), torch.float32, packed=False)
-    draft = GlideDraft(shape, DraftConfig(cross_layers=(-1, 3), use_feature=True, max_lag=5))
+    draft = GlideDraft(shape, DraftConfig(cross_layers=(-1, 0), use_feature=True, max_lag=5))
     draft.initialise(torch.Generator().manual_seed(2))
     draft.save_pretrained(folder / "draft", target, "random")
     return str(folder / "target"), str(folder / "draft")
@@ -85,9 +85,9 @@ def answers(model: LongSpec, prompts: list[Any]) -> tuple[Answers, dict[str, flo
     for method in METHODS:
         for temperature in (0.0, 0.8):
             options: Any = {"method": method, "temperature": temperature, "seed": 7, "eos_ids": ()}
-            model.generate(prompts, max_new_tokens=8, **options)  # sets up kernels
+            model.generate(prompts, max_new_tokens=4, **options)  # sets up kernels
             began = time.perf_counter()
-            found = model.generate(prompts, max_new_tokens=48, **options)
+            found = model.generate(prompts, max_new_tokens=32, **options)
             name = f"{method} at {temperature}"
             speeds[name] = sum(one.tokens for one in found) / (time.perf_counter() - began)
             words[name] = [one.token_ids for one in found]

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -214,7 +214,7 @@ class Ranks:
             self._is_leading = False
 
     @contextlib.contextmanager
-    def explained(self) -> Any:
+    def explained(self) -> Iterator[None]:
         """What goes wrong here leaves the ranks out of step; say which of them is the cause."""
         try:
             yield

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.shapes import fill_pages, random_target, shape_named
-from longspec.api import prepare_draft
 from longspec.attention import choose_backend
 from longspec.bench.environment import PeakMemory, copy_bandwidth
 from longspec.bench.summary import Spread
@@ -22,9 +21,10 @@ from longspec.config import DEFAULT_TREE, DraftConfig
 from longspec.decoding.methods import MOST_NODES, VANILLA, Method, Tree
 from longspec.decoding.methods.tree import NUM_LOOKUP
 from longspec.decoding.sampling import Sampling
-from longspec.engine.costs import known_costs, place_rows
+from longspec.engine.costs import known_costs
 from longspec.engine.device import Report
 from longspec.engine.engine import Engine
+from longspec.engine.load import prepare_draft
 from longspec.engine.loop import IN_FLIGHT
 from longspec.engine.make import make_engine
 from longspec.engine.memory import page_size
@@ -296,7 +296,7 @@ def _times(engine: Engine, tree: Method, context: int, batch: int, setting: Late
         taken: dict[str, list[float]] = {name: [] for name in methods}
         for _ in range(setting.repeats):
             for name, method in methods.items():
-                place_rows(engine.device, batch, context)
+                engine.device.place_rows(batch, context)
                 if engine.models.fused and method.uses_draft:
                     engine.device.read_into_rings(range(batch))
                 seconds = _seconds_a_round(engine, method, batch, setting.rounds, not sampling.greedy)

@@ -16,14 +16,13 @@ import torch
 
 from benchmarks.shapes import fill_pages
 from longspec import LongSpec
-from longspec.api import prepare_draft
 from longspec.config import DraftConfig
 from longspec.decoding.methods import VANILLA, Method, Seq
 from longspec.decoding.round import forward_chain_or_tree, run_round
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
-from longspec.engine.costs import place_rows
 from longspec.engine.engine import Engine
+from longspec.engine.load import prepare_draft
 from longspec.engine.make import make_engine
 from longspec.models.draft import GlideDraft
 from longspec.models.target import Transformer
@@ -101,7 +100,7 @@ def _at(engines: dict[str, Engine], context: int, repeats: int) -> list[Line]:
 def _timed(engine: Engine, context: int, work: Callable[[Slots], object]) -> float:
     """Seconds of the thread for work on a row that stands behind so many tokens."""
     device = engine.device
-    place_rows(device, 1, context)
+    device.place_rows(1, context)
     rows = device.slots.first(1)
     rows.active.fill_(True)
     started = time.thread_time()

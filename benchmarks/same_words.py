@@ -20,12 +20,12 @@ import torch
 
 from benchmarks.shapes import random_target, shape_named
 from longspec import LongSpec
-from longspec.api import prepare_draft
 from longspec.attention import choose_backend
 from longspec.config import DraftConfig
 from longspec.decoding.methods import Lookup, MethodChoice, Seq, Tree, Vanilla
 from longspec.decoding.sampling import Sampling
 from longspec.engine.engine import Engine
+from longspec.engine.load import prepare_draft
 from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.models.draft import GlideDraft

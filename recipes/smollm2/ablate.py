@@ -94,8 +94,9 @@ def train(flags: argparse.Namespace, name: str) -> subprocess.Popen[bytes] | Non
 
 def decode(flags: argparse.Namespace, plain: LongSpec, name: str, cut: int = 0) -> dict[str, object]:
     """tau of a variant's draft, for the target of `plain`, on each file and by each method."""
-    from longspec.api import LongSpec, prepare_draft
+    from longspec.api import LongSpec
     from longspec.bench.workloads import read_file
+    from longspec.engine.load import prepare_draft
     from longspec.engine.make import make_engine
     from longspec.hub import resolve_draft
     from longspec.models.draft import DraftHead

@@ -16,38 +16,28 @@ import torch
 
 from longspec import hub
 from longspec.attention import choose_backend
-from longspec.config import ModelConfig
 from longspec.decoding.sampling import Sampling
 from longspec.engine.costs import known_costs
 from longspec.engine.engine import Engine
-from longspec.engine.make import make_engine
+from longspec.engine.follow import follow_if_told
+from longspec.engine.load import LoadPlan
+from longspec.engine.make import load_engine
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError, naming, whole_number
 from longspec.generation import Generation
-from longspec.models.checkpoint import WeightFiles
-from longspec.models.draft import DraftHead, GlideDraft
-from longspec.models.draft_files import load_draft
 from longspec.models.files import eos_ids, read_config, read_generation_config
-from longspec.models.int8 import check_draft_dtype, pick_draft_form
-from longspec.models.layers import pack_linears, replace_linears
-from longspec.models.load import load_target
-from longspec.models.placement import check_fits, gigabytes, memory_explained, pick_device, pick_dtype
+from longspec.models.int8 import check_draft_dtype
+from longspec.models.placement import check_fits, memory_explained, pick_devices, pick_dtype
 from longspec.models.target import Transformer
-from longspec.models.weights import Precision, pick_precision
+from longspec.models.weights import pick_precision
 from longspec.options import Options, Settings, read_options, room_for, seeds_for
-from longspec.progress import byte_bar
 from longspec.prompts import Prompt, PromptEncoder, split_batch
 from longspec.text import TextStream
 
-# A CPU uses only this many of a draft's tokens, the most frequent ones; the context's own tokens are added.
-_CPU_VOCAB = 8192
 _WAY_OUT = (
     "shorten the prompt, lower max_new_tokens, give fewer prompts at once, or load the target with a smaller "
     "dtype or on another device"
 )
-_Drafting = tuple[GlideDraft | None, DraftHead | None, dict[str, Any]]
-"""A draft, its head and its measured acceptance."""
-_SMALLER = "free some memory, or use a smaller dtype, a smaller target or another device"
 
 
 @dataclass(frozen=True)
@@ -120,6 +110,7 @@ class LongSpec:
         max_rows: int | None = None,
         kv_memory: int | None = None,
         exact: bool = False,
+        tensor_parallel: int = 1,
     ) -> LongSpec:
         """Load a target by short name, hub id, folder or .gguf file, and a draft by hub id, folder or .pth.
 
@@ -138,11 +129,16 @@ class LongSpec:
         faster and says slightly other things than the file's weights do, and every method says the same as
         vanilla over them; "auto" leaves them as they are, also those of a quantised checkpoint on a GPU (on a
         CPU they are expanded). `exact` is for half precision on a GPU: with it all methods give the same
-        words there too, whatever runs at the same time, and rounds take longer.
+        words there too, whatever runs at the same time, and rounds take longer. tensor_parallel is how many
+        processes hold the target together, each a part of it on a device of its own
+        (docs/tensor-parallel.md); `device` may then name them all, as "cuda:0,cuda:2".
         """
-        backend = choose_backend(attention)
+        choose_backend(attention)
         check_draft_dtype(draft_dtype)  # before a long load
-        target, device = name_of("target", target), pick_device(device)
+        target, devices = name_of("target", target), pick_devices(device, tensor_parallel)
+        device = devices[0]
+        if len(devices) > 1:
+            follow_if_told(len(devices))
         find = partial(hub.resolve, target, revision=revision, offline=offline, progress=progress)
         # Fetch only the config first, so that a target that cannot fit is refused before its weights come.
         shape = find(config_only=True)
@@ -152,21 +148,17 @@ class LongSpec:
             raise UserError(f"attention {attention!r} does not go with rounded weights; use auto or torch")
         limit = _pick_max_length(max_length, entry.context if entry else config.max_length)
         draft_name = name_of("draft", draft) if draft else hub.default_draft(entry) or "none"
-        check_fits(target, config, precision, device)
+        check_fits(target, config, precision, *devices)
         folder = find().folder
         defaults = _read_defaults(folder)
         encoder = PromptEncoder(folder, entry.chat_template if entry else None)
         answer_ends = _find_eos_ids(folder, encoder, entry)
-        model = _load_model(target, folder, config, device, precision, progress)
-        model.attention = backend
-        drafting: _Drafting = (None, None, {})
+        path = None
         if draft_name != "none":
             path = hub.resolve_draft(draft_name, offline=offline, progress=progress)
-            drafting = _load_drafting(path, model, target, draft_dtype)
-        engine = make_engine(
-            model, *drafting, max_length=max_length, limit=limit, max_rows=max_rows, kv_memory=kv_memory,
-            exact=exact,
-        )  # fmt: skip
+        plan = LoadPlan(target, folder, config, precision, attention, path, draft_dtype)
+        sizes = {"max_length": max_length, "limit": limit, "max_rows": max_rows, "kv_memory": kv_memory}
+        engine = load_engine(plan, devices, progress, exact=exact, **sizes)
         used_draft = None if draft_name == "none" else draft_name
         loaded = cls(engine, encoder, target, defaults, answer_ends, used_draft)
         if calibrate:
@@ -231,6 +223,11 @@ class LongSpec:
     def reset(self) -> None:
         """Drop the KV of all finished texts."""
         self.engine.forget()
+
+    def close(self) -> None:
+        """End the other processes that hold parts of the target, if there are any. So does the end of this
+        process, or the last reference to the model."""
+        self.engine.close()
 
     def _memory_explained(self, sequences: list[Sequence]) -> AbstractContextManager[None]:
         longest = max(sequence.limit for sequence in sequences)
@@ -332,41 +329,6 @@ def name_of(what: str, given: Any) -> str:
     if not isinstance(name, str):
         raise UserError(f"{what} is {given!r}; a name or a path is needed")
     return name
-
-
-def _load_model(
-    name: str, folder: Path, config: ModelConfig, device: torch.device, precision: Precision, progress: bool
-) -> Transformer:
-    num_bytes = config.num_parameters * precision.dtype.itemsize
-    kept = num_bytes if precision.rounding is None else precision.weight_bytes(config, device)
-    what = f"the {gigabytes(kept)} of {name} in {precision.weights} on {device}"
-    with (
-        memory_explained(what, _SMALLER),
-        WeightFiles(folder) as weights,
-        byte_bar(f"Loading {name}", num_bytes, progress) as advance,
-    ):
-        return load_target(config, weights.tensor, device, precision, advance)
-
-
-def prepare_draft(
-    draft: GlideDraft, target: Transformer, draft_dtype: str = "auto"
-) -> tuple[GlideDraft, DraftHead]:
-    """The draft, ready for decoding, and its part of the target's head."""
-    draft.requires_grad_(False).eval()
-    form = pick_draft_form(draft_dtype, draft, target)
-    if form is not None:
-        replace_linears(draft, form)
-    pack_linears(draft)
-    ids = draft.vocab_ids
-    if ids is not None and target.device.type == "cpu":
-        ids = ids[:_CPU_VOCAB]
-    return draft, DraftHead(target, ids, form)
-
-
-def _load_drafting(path: Path, target: Transformer, target_name: str, draft_dtype: str) -> _Drafting:
-    with memory_explained(f"the draft {path} next to {target_name} on {target.device}", _SMALLER):
-        loaded = load_draft(path, target, target_name)
-        return *prepare_draft(loaded.draft, target, draft_dtype), loaded.acceptance
 
 
 def _read_defaults(folder: Path) -> Sampling:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 from longspec.errors import UserError, shown
 
@@ -104,6 +105,18 @@ class ModelConfig:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_head else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
 
+    def shared_by(self, num_ranks: int) -> ModelConfig:
+        """The shape of what each of so many ranks holds: some heads, some of the feed-forward's width and
+        some rows of the vocabulary."""
+        for name, ours in _DIVIDED.items():
+            if getattr(self, ours) % num_ranks:
+                raise UserError(
+                    f"tensor_parallel {num_ranks} does not divide the target's {name} of "
+                    f"{getattr(self, ours)}; use {_divisors(self)}"
+                )
+        shares = {ours: getattr(self, ours) // num_ranks for ours in _DIVIDED.values()}
+        return replace(self, vocab_size=-(-self.vocab_size // num_ranks), **shares)
+
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """The bytes of KV of one token, in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
@@ -113,6 +126,20 @@ def spread_layers(num_layers: int) -> tuple[int, ...]:
     """Five layers for a draft to read, spread over the target's last four fifths; all of a small one."""
     step = max(1, round(num_layers / 6))
     return tuple(layer for layer in range(num_layers - 1 - 4 * step, num_layers, step) if layer >= 0)
+
+
+# What ranks divide, by its name in a Hugging Face config.
+_DIVIDED = {
+    "num_key_value_heads": "num_kv_heads",
+    "num_attention_heads": "num_heads",
+    "intermediate_size": "intermediate_size",
+}
+
+
+def _divisors(config: ModelConfig) -> str:
+    """The numbers of ranks that can share a model, as text."""
+    common = math.gcd(*(getattr(config, ours) for ours in _DIVIDED.values()))
+    return " or ".join(str(one) for one in range(1, common + 1) if common % one == 0)
 
 
 @dataclass(frozen=True)
@@ -167,6 +194,15 @@ class DraftConfig:
 
     def ffn_size(self, target: ModelConfig) -> int:
         return self.intermediate_size or target.intermediate_size
+
+    def shared_by(self, num_ranks: int) -> DraftConfig:
+        """What each of so many ranks holds; the rest follows from its share of the target."""
+        if self.intermediate_size % num_ranks:
+            raise UserError(
+                f"tensor_parallel {num_ranks} does not divide the draft's intermediate_size of "
+                f"{self.intermediate_size}; use another number, or no draft"
+            )
+        return replace(self, intermediate_size=self.intermediate_size // num_ranks)
 
     def layers_of(self, target: ModelConfig) -> tuple[int, ...]:
         """`cross_layers` as indices into the target's layers."""

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspec import Generation, LongSpec, UserError
-from longspec.api import prepare_draft
 from longspec.cache import DraftRing
 from longspec.config import DraftConfig
 from longspec.decoding import drafting as drafts
@@ -24,6 +23,7 @@ from longspec.decoding.sampling import Sampling
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 from longspec.engine.engine import Engine
+from longspec.engine.load import prepare_draft
 from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.models.draft import GlideDraft

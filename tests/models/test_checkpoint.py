@@ -57,8 +57,10 @@ def test_reads_every_layout(tmp_path: Path, layout: str) -> None:
         assert weights.num_bytes() == 6 * 4 * 4 + 5 * 3 * 2 + 3 * 4
         assert weights.dtype == torch.float32
         read = {name: weights.tensor(name) for name in weights.names}
+        part = weights.tensor("a.weight", lambda shape: (slice(shape[0] // 2, None), slice(1, 3)))
         with pytest.raises(UserError, match=r"no tensor 'c\.weight'"):
             weights.tensor("c.weight")
+    assert torch.equal(part, tensors()["a.weight"][3:, 1:3])
     for name, tensor in tensors().items():  # they outlive the files
         assert read[name].dtype == tensor.dtype
         assert torch.equal(read[name], tensor)

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from longspec import UserError
-from longspec.api import prepare_draft
 from longspec.attention import choose_backend
 from longspec.cache import Pages
 from longspec.decoding.methods import VANILLA, Lookup, Method, Seq, Tree
 from longspec.decoding.sampling import Sampling
+from longspec.engine.load import prepare_draft
 from longspec.models.checkpoint import WeightFiles
 from longspec.models.eight_bit import KINDS, EightBit, EightBitForm, EightBitLinear
 from longspec.models.files import read_config

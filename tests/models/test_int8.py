@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from longspec import LongSpec, UserError
-from longspec.api import prepare_draft
 from longspec.config import DraftConfig
 from longspec.decoding.methods import Seq, Vanilla
 from longspec.decoding.round import Models
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 from longspec.engine.engine import Engine
+from longspec.engine.load import prepare_draft
 from longspec.models.draft import ContextHead, DraftHead, GlideDraft
 from longspec.models.int8 import Int8Linear
 from longspec.models.layers import Block, Linear

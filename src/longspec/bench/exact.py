@@ -15,9 +15,9 @@ from longspec.attention import AttentionPlan
 from longspec.cache import Pages
 from longspec.decoding.choose import SamplingRows, filtered, gumbel
 from longspec.decoding.sampling import Sampling
-from longspec.engine.engine import on_device
 from longspec.engine.loop import PLAIN_ALONE
 from longspec.models.passes import paged_pass
+from longspec.models.placement import on_device
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:

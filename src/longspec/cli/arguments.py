@@ -46,6 +46,17 @@ def add_device(group: argparse._ActionsContainer) -> None:
     )
 
 
+def add_tensor_parallel(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--tensor-parallel",
+        type=positive_number,
+        default=1,
+        metavar="N",
+        help="processes that hold the target together, each on a device of its own; --device may name them "
+        "(cuda:0,cuda:2) (default: %(default)s)",
+    )
+
+
 def add_weights(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--weights",
@@ -66,6 +77,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: the target's own draft; 'none': no draft)",
     )
     add_device(group)
+    add_tensor_parallel(group)
     add_weights(group)
     group.add_argument(
         "--draft-dtype",
@@ -100,7 +112,7 @@ def add_size_arguments(parser: argparse._ActionsContainer) -> None:
         "--kv-memory",
         type=_num_bytes,
         metavar="SIZE",
-        help="memory for the KV of all prompts, such as 8GB or 512MB (default: what is free, in part)",
+        help="memory for the KV of all prompts, on each rank, such as 8GB (default: what is free, in part)",
     )
     parser.add_argument(
         "--exact",
@@ -257,6 +269,7 @@ def load(arguments: argparse.Namespace, calibrate: bool, max_rows: int | None = 
         max_rows=arguments.max_rows or max_rows,
         kv_memory=arguments.kv_memory,
         exact=arguments.exact,
+        tensor_parallel=arguments.tensor_parallel,
     )
 
 

@@ -46,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     warnings.showwarning = _show_warning
     try:
+        if "TORCHELASTIC_RUN_ID" in os.environ and getattr(arguments, "tensor_parallel", 1) > 1:
+            from longspec.engine.follow import follow_if_told
+
+            follow_if_told(arguments.tensor_parallel)
         code: int = arguments.handler(arguments)
         sys.stdout.flush()
         return code

@@ -12,6 +12,7 @@ from longspec.cli.arguments import (
     add_options,
     add_size_arguments,
     add_source,
+    add_tensor_parallel,
     add_weights,
     positive_number,
 )
@@ -37,6 +38,7 @@ Each part is compared with this machine's memory. If the model is not on disk, o
 longspec info qwq
 longspec info llama8b --context 131072 --batch 4 --dtype bfloat16
 longspec info ./my-model --draft ./my-draft --json
+longspec info qwq --tensor-parallel 2
 """
 
 
@@ -78,6 +80,7 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", nargs="?", default=DEFAULT_TARGET, help="as --target of generate")
     add_source(parser)
     add_device(parser)
+    add_tensor_parallel(parser)
     add_weights(parser)
     parser.add_argument(
         "--context",
@@ -110,10 +113,11 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     from longspec.errors import UserError
     from longspec.hub import resolve
     from longspec.models.files import read_config
-    from longspec.models.placement import pick_device, pick_dtype
+    from longspec.models.placement import pick_devices, pick_dtype
     from longspec.models.weights import pick_precision
 
-    device = pick_device(arguments.device)
+    devices = pick_devices(arguments.device, arguments.tensor_parallel)
+    device = devices[0]
     files = resolve(
         arguments.target, revision=arguments.revision, offline=arguments.offline, config_only=True
     )
@@ -127,14 +131,15 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"--context is {context}; the target's limit is {limit} tokens")
     shape = Tree(arguments.tree_shape).tree_shape  # refuses a bad one
     draft_name, draft = _draft(arguments, files.entry)
-    budget = plan_decoding(config, draft, context, batch, shape, precision, device)
-    per_token = config.kv_bytes_per_token(dtype.itemsize)
-    beside = plan_decoding(config, draft, 1, 1, shape, precision, device)
+    budget = plan_decoding(config, draft, context, batch, shape, precision, *devices)
+    share = config.shared_by(len(devices))
+    per_token = share.kv_bytes_per_token(dtype.itemsize)
+    beside = plan_decoding(config, draft, 1, 1, shape, precision, *devices)
     rest = budget.free - budget.needs.weights - budget.needs.draft_weights
     page = page_size(dtype, config.head_dim, device.type == "cuda")
     try:
         size = size_engine(
-            *(config, dtype, device, rest, page),
+            *(share, dtype, device, rest, page),
             max_rows=arguments.max_rows, kv_bytes=arguments.kv_memory, limit=limit,
         )  # fmt: skip
         engine = asdict(size) | {"kv_tokens": size.num_tokens}
@@ -152,6 +157,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "context_limit": limit,
         "draft": draft_name,
         "device": str(device),
+        "tensor_parallel": len(devices),
         "dtype": str(precision.dtype).removeprefix("torch."),
         "weights": precision.weights,
         "kv_bytes_per_token": per_token,
@@ -185,6 +191,7 @@ def _report(facts: dict[str, Any]) -> str:
     from longspec.models.placement import gigabytes
 
     needs, device, left = facts["needs"], facts["device"], facts["left_bytes"]
+    ranks = facts["tensor_parallel"]
     parts = {
         "weights": f"in {facts['weights']}",
         "kv": f"{facts['batch']} x {facts['context']:,} tokens and a tree, "
@@ -199,7 +206,7 @@ def _report(facts: dict[str, Any]) -> str:
         f"{facts['target']}: {facts['family']}, {facts['parameters'] / 1e6:,.0f} million parameters",
         f"  {facts['layers']} layers, {facts['heads']} query and {facts['kv_heads']} KV heads of "
         f"{facts['head_dim']}, vocabulary {facts['vocabulary']:,}, context limit {facts['context_limit']:,}",
-        f"Memory on {device}:",
+        f"Memory on {device}:" if ranks == 1 else f"Memory of each of {ranks} ranks, such as on {device}:",
     ]
     for name, note in parts.items():
         if needs[name]:

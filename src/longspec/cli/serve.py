@@ -4,6 +4,7 @@ It prints the address and a curl line that works. Ctrl-C ends it when the answer
 
   longspec serve
   longspec serve --target qwq --port 8080 --api-key-file keys.txt
+  longspec serve --target qwq --tensor-parallel 2
   longspec serve --target ./my-llama --draft ./my-draft --max-rows 32 --kv-memory 40GB
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,10 @@ from longspec.decoding.tree import TokenTree, ancestors
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.draft_passes import FusedDraftPass, PlainDraftPass
 from longspec.models.layers import look_up
+
+if TYPE_CHECKING:
+    from longspec.kernels.norm import Residual
+    from longspec.models.fused import FusedOps
 
 # Wider levels are faster by torch's own top-k.
 _WIDEST = 32
@@ -58,7 +63,7 @@ def propose(method: Drafted, models: Models, rows: Slots, sampled: bool) -> Toke
             _grow(models, rows, tree, level, len(levels[depth + 1]), logits, here)
         if method.min_confidence and not models.fused:
             sure = sure & (_confidence(tree, level, proposals) >= method.min_confidence)
-            if not bool(sure.any()):
+            if not bool(models.target.agree(sure).any()):
                 end = level.stop + 1
                 break
     drafting.end()
@@ -192,11 +197,10 @@ class _FusedDrafting(_Drafting):
         )
 
     def hidden(self, level: range, depth: int, feature: Tensor | None) -> Tensor:
-        from longspec.kernels.embed import embed_level
         from longspec.kernels.norm import Residual
         from longspec.models.fused import FusedOps
 
-        table, ops = self.models.target.embedding, FusedOps()
+        table, ops = self.models.target.table, FusedOps()
         if depth == 0:
             # Copy now: later kernels start before the previous one has finished.
             at = self.positions[:, :1].contiguous()
@@ -204,10 +208,7 @@ class _FusedDrafting(_Drafting):
             x, total = ops.embed(self.newest, table, feature, self.draft.reader)
             stream = Residual(total.x[:, :1])
         else:
-            tokens = self.tree[0][:, level.start : level.stop]
-            factor = ops.factor(self.draft.reader, tokens.numel())
-            where = (self.rows.lengths, depth, self.ring.window + level.start)
-            x, stream, positions, entries = embed_level(tokens, table, feature, factor, where)
+            x, stream, positions, entries = self._embed_level(level, depth, feature, ops)
             at = positions
         target = self.models.target
         run = FusedDraftPass(
@@ -215,6 +216,21 @@ class _FusedDrafting(_Drafting):
             self.tree[1], positions, entries, at, level.start, depth, ops,
         )  # fmt: skip
         return self.draft.read(x, stream, run)
+
+    def _embed_level(
+        self, level: range, depth: int, feature: Tensor | None, ops: FusedOps
+    ) -> tuple[Residual, Residual, Tensor, Tensor]:
+        """The embedded nodes of a level, the same with what the feature adds, their positions and entries."""
+        from longspec.kernels.embed import embed_level
+
+        tokens, table = self.tree[0][:, level.start : level.stop], self.models.target.table
+        lengths, first = self.rows.lengths, self.ring.window + level.start
+        if isinstance(table, Tensor):
+            factor = ops.factor(self.draft.reader, tokens.numel())
+            return embed_level(tokens, table, feature, factor, (lengths, depth, first))
+        places = torch.arange(first, first + len(level), device=lengths.device)
+        entries, positions = places.repeat(len(lengths), 1), (lengths + depth)[:, None].repeat(1, len(level))
+        return *ops.embed(tokens, table, feature, self.draft.reader), positions, entries
 
 
 def _noise(models: Models, rows: Slots, depth: int) -> Tensor:

@@ -27,6 +27,7 @@ def run_guided(models: Models, rows: Slots, sampled: bool, masks: Tensor | None,
     logits = models.target.logits(hidden[:, 0], models.exact)
     allowed = logits if masks is None else logits.masked_fill(~unpack(masks, logits.shape[1]), -torch.inf)
     choice = choose_rows(models, rows, allowed, rows.lengths + 1, sampled, rows.sampling.seen)
+    choice = models.target.agree(choice)
     zeros = torch.zeros_like(choice)
     settle(models.pages, rows, tree, hidden, Accepted(zeros[:, None], zeros, choice), accumulate=True)
     probable = logits.log_softmax(-1)

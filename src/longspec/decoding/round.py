@@ -48,13 +48,20 @@ def run_round(models: Models, rows: Slots, method: Method, sampled: bool) -> Non
     Where not `sampled`, all of them are greedy and have no repetition penalty.
     """
     tree = method.propose(models, rows, sampled)
+    agree = models.target.agree
+    tree = replace(tree, tokens=agree(tree.tokens), parents=agree(tree.parents))
     if models.fused:
         _finish_fused(models, rows, method, tree, sampled)
         return
     hidden = forward_chain_or_tree(models, rows, tree)
     accept = accept_rejection if method.draws else accept_coupled
-    found = accept(tree, _logits_at(models.target, hidden), rows, sampled)
+    found = _agreed(models.target, accept(tree, _logits_at(models.target, hidden), rows, sampled))
     settle(models.pages, rows, tree, hidden, found, accumulate=not method.uses_draft)
+
+
+def _agreed(target: Transformer, found: Accepted) -> Accepted:
+    """What all processes that share the target keep."""
+    return Accepted(target.agree(found.path), target.agree(found.num_accepted), target.agree(found.bonus))
 
 
 def _finish_fused(models: Models, rows: Slots, method: Method, tree: TokenTree, sampled: bool) -> None:
@@ -76,13 +83,13 @@ def _finish_fused(models: Models, rows: Slots, method: Method, tree: TokenTree, 
     logits = target.logits(hidden, models.exact)
     if method.draws:
         index = torch.arange(rows.num_rows, device=logits.device)
-        found = accept_rejection(tree, lambda nodes: logits[index, nodes], rows, sampled)
+        found = _agreed(target, accept_rejection(tree, lambda nodes: logits[index, nodes], rows, sampled))
         settle(pages, rows, tree, hidden, found, accumulate=not method.uses_draft)
         return
     path = (tree.tokens, tree.parents, method.depth)
     flat, at = logits.flatten(0, 1), positions.flatten()
     choices = choose_tokens(flat, rows.sampling, rows.seeds, at, sampled, ahead=1, path=path)
-    choices = choices.view(tree.tokens.shape)
+    choices = target.agree(choices).view(tree.tokens.shape)
     kept, num_kept, before = settle_round(
         tree.tokens, tree.parents, choices, hidden, rows, method.depth + 1, accumulate=not method.uses_draft
     )

@@ -102,7 +102,7 @@ def measure(
                     found[name].setdefault(num_rows, []).append((context, seconds))
                     on_measured(1)
         finally:  # Ctrl-C may have stopped it between two rounds
-            _rest(device)
+            device.rest()
     return {name: {rows: sorted(points) for rows, points in by.items()} for name, by in found.items()}
 
 
@@ -132,7 +132,7 @@ def _time(
         for turn in range(most + 1):
             for name in open_names:
                 with undisturbed():
-                    place_rows(device, num_rows, context)
+                    device.place_rows(num_rows, context)
                     started = time.perf_counter()
                     device.round(methods[name], num_rows, [True] * num_rows, False).read()
                 if turn > 0:  # the first turn also sets up kernels
@@ -147,7 +147,7 @@ def _time(
 
 def _captured_seconds(device: Device, method: Method, num_rows: int, context: int) -> float:
     def rounds(count: int) -> float:
-        place_rows(device, num_rows, context)
+        device.place_rows(num_rows, context)
         started = time.perf_counter()
         report: Report | None = None
         for _ in range(count):
@@ -163,26 +163,6 @@ def _captured_seconds(device: Device, method: Method, num_rows: int, context: in
 def _agree(seconds: list[float]) -> bool:
     fastest, second = sorted(seconds)[:2]
     return second <= AGREEMENT * fastest
-
-
-def place_rows(device: Device, num_rows: int, context: int) -> None:
-    """Pretend that the first rows have texts of `context` tokens. Rows may share pages, because no sequence
-    holds any."""
-    rows = device.slots.first(num_rows)
-    pages = device.models.pages.num_pages
-    numbers = torch.arange(rows.tables.numel(), device=rows.tables.device).view(rows.tables.shape)
-    rows.tables.copy_(numbers % pages + 1)
-    rows.lengths.fill_(context)
-    rows.limits.fill_(device.slots.text.shape[1] - 1)
-    rows.running.fill_(True)
-    rows.num_unread.fill_(1)
-
-
-def _rest(device: Device) -> None:
-    """Leave no trace of the timing."""
-    device.release(range(device.max_rows))
-    if device.slots.ring is not None:
-        device.slots.ring.positions.fill_(-1)
 
 
 @dataclass(frozen=True)
@@ -246,6 +226,7 @@ def calibration_path(device: Device, methods: tuple[Method, ...]) -> Path:
         type(target.attention).__name__,
         device_name(target.device),
         torch.get_num_threads(),
+        None if target.shard is None else target.shard.size,
     ]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
     return cache_dir() / "calibration" / f"{key}.json"

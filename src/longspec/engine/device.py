@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from longspec.cache import DraftRing
+from longspec.cache import DraftRing, Pages
 from longspec.decoding.guided import run_guided
 from longspec.decoding.methods import MOST_NODES, Method, MethodChoice
 from longspec.decoding.round import Models, run_round
@@ -25,6 +25,13 @@ from longspec.decoding.sampling import Sampling
 from longspec.decoding.slots import MOST_EOS, Slots
 from longspec.engine.fill import SEGMENT, Segments, read_into_rings, take_chunk, take_segments
 from longspec.engine.graph import capture
+from longspec.engine.memory import EngineSize
+from longspec.engine.orders import on_every_rank
+from longspec.models.draft import ContextHead, DraftHead, GlideDraft
+from longspec.models.target import Transformer
+
+if TYPE_CHECKING:
+    from longspec.engine.ranks import Ranks
 
 Work = tuple[tuple[Any, ...], Callable[[], None]]
 """What a graph is found by, and what launches its kernels."""
@@ -77,6 +84,9 @@ class Device:
     def __init__(self, models: Models, max_rows: int, max_length: int, num_nodes: int) -> None:
         target, page = models.target, models.pages.size
         self.models, self.max_rows = models, max_rows
+        self.ranks: Ranks | None = None
+        """The others, where this is rank 0 of several."""
+        self._base_head = models.head if isinstance(models.head, DraftHead) else None
         # A round may run past a text's end by a tree, and a segment by its padding.
         beyond = MOST_NODES + SEGMENT
         target.rope.reserve(max_length + beyond)
@@ -96,11 +106,15 @@ class Device:
         self._segments: dict[int, Segments] = {}
         self._rings: dict[int, Tensor] = {}
         self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
-        self._captures = models.fused and target.device.type == "cuda"
-        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+        self.captures = models.fused and target.device.type == "cuda"
+        """Whether works are recorded and replayed."""
+        if target.shard is not None:
+            self.captures = self.captures and target.shard.can_capture
+        self._pool = torch.cuda.graph_pool_handle() if self.captures else None
         self._active: list[bool] = [False] * (max_rows + 1)
         self.buckets = row_buckets(max_rows) if models.fused else tuple(range(1, max_rows + 1))
 
+    @on_every_rank
     def reserve_nodes(self, num_nodes: int) -> bool:
         """Make room behind the draft's ring for larger trees; whether that emptied the ring."""
         ring, draft = self.slots.ring, self.models.draft
@@ -118,6 +132,7 @@ class Device:
         """The rows that a round over the first `num_rows` takes along."""
         return next(size for size in self.buckets if size >= num_rows)
 
+    @on_every_rank
     def admit(
         self,
         slots: Sequence[int],
@@ -169,16 +184,19 @@ class Device:
         whole.view(-1)[both[1]] = both[0].to(whole.dtype)
         return both[0]
 
+    @on_every_rank
     def extend(self, slots: Sequence[int], starts: Sequence[int], pages: Sequence[list[int]]) -> None:
         """Give rows more pages, each from its start in the table on."""
         self._put_rows(self.slots.tables, slots, pages, starts)
 
+    @on_every_rank
     def release(self, slots: Sequence[int]) -> None:
         """Let rows rest; what their rounds still write goes to the dump page."""
         rows = self._send(list(slots))
         for part in (self.slots.running, self.slots.tables, self.slots.lengths):
             part.index_fill_(0, rows, 0)
 
+    @on_every_rank
     def move(self, source: int, goal: int) -> None:
         """Put a row in place of another, which rests."""
         self.slots.move(source, goal)
@@ -186,6 +204,7 @@ class Device:
         self._active[goal] = self._active[source]
         self.release([source])
 
+    @on_every_rank
     def rewind(self, slots: Sequence[int], texts: Sequence[list[int]]) -> None:
         """Let rows run whose prompts were just computed as if their first tokens had not been chosen: each
         stands at its text's last token."""
@@ -196,6 +215,7 @@ class Device:
         for slot, text in zip(slots, texts, strict=True):
             ours.seen[slot].index_fill_(0, self._send(text), True)
 
+    @on_every_rank
     def take(self, pieces: Sequence[PromptPart], sampled: bool) -> Report:
         """Compute pieces of prompts; those at a prompt's end report the first token of its answer."""
         if not self.models.fused or pieces[0].count > SEGMENT:
@@ -218,6 +238,7 @@ class Device:
             part.copy_(values)
         return work
 
+    @on_every_rank
     def read_into_rings(self, slots: Sequence[int]) -> None:
         """Have the draft read the texts of these rows; see `longspec.engine.fill`."""
         size = next(size for size in row_buckets(self.max_rows) if size >= len(slots))
@@ -225,6 +246,7 @@ class Device:
         self._rings[size].copy_(self._send([*slots, *[self.max_rows] * (size - len(slots))]))
         self._run(work)
 
+    @on_every_rank
     def round(self, method: Method, num_rows: int, active: Sequence[bool], sampled: bool) -> Report:
         """Run one round of a fitted method over the first rows; only rows that are `active` move."""
         size = self.bucket(num_rows)
@@ -232,6 +254,7 @@ class Device:
         self._run(self.round_work(method, size, sampled))
         return Report(self.slots.report[:num_rows, : method.depth + 2])
 
+    @on_every_rank
     def guided_round(
         self, active: Sequence[bool], sampled: bool, masks: Tensor | None, num_top: int
     ) -> tuple[Report, Report]:
@@ -246,6 +269,39 @@ class Device:
             masks = masks[:size].to(rows.lengths.device)
         scores = run_guided(self.models, rows, sampled, masks, num_top)
         return Report(rows.report[: len(active), :2]), Report(scores[: len(active)])
+
+    @on_every_rank
+    def learn_words(self, tokens: list[int], is_anew: bool) -> None:
+        """Let the draft propose these, in its vocabulary or not, and only these if `is_anew`."""
+        assert self._base_head is not None
+        if is_anew:
+            self.models.head = self._base_head.in_context(tokens)
+        elif isinstance(self.models.head, ContextHead):
+            self.models.head.add(tokens)
+
+    @on_every_rank
+    def place_rows(self, num_rows: int, context: int) -> None:
+        """Pretend that the first rows have texts of `context` tokens. Rows may share pages, because no
+        sequence holds any."""
+        rows, pages = self.slots.first(num_rows), self.models.pages.num_pages
+        numbers = torch.arange(rows.tables.numel(), device=rows.tables.device).view(rows.tables.shape)
+        rows.tables.copy_(numbers % pages + 1)
+        rows.lengths.fill_(context)
+        rows.limits.fill_(self.slots.text.shape[1] - 1)
+        rows.running.fill_(True)
+        rows.num_unread.fill_(1)
+
+    @on_every_rank
+    def rest(self) -> None:
+        """Let all rows rest, as if none had run."""
+        self.release(range(self.max_rows))
+        if self.slots.ring is not None:
+            self.slots.ring.positions.fill_(-1)
+
+    def check(self) -> None:
+        """Raise if what was computed means nothing, because a rank is lost."""
+        if self.ranks is not None:
+            self.ranks.check()
 
     def _activate(self, wanted: list[bool]) -> None:
         """Say which of the first rows the next round is for."""
@@ -282,12 +338,21 @@ class Device:
     def _run(self, work: Work) -> None:
         """Do the work: by a replay, recorded the first time, where that can be."""
         key, launch = work
-        if not self._captures:
+        if not self.captures:
             launch()
             return
         if key not in self._graphs:
             self.record([work])
         self._graphs[key].replay()
+
+    @on_every_rank
+    def prepare(self, keys: Sequence[tuple[Any, ...]]) -> None:
+        """Record what is found by these keys."""
+        kinds: dict[Any, Callable[..., Work]] = {"segments": self.segments_work, "ring": self.ring_work}
+        works = [
+            kinds[kind](*rest) if kind in kinds else self.round_work(kind, *rest) for kind, *rest in keys
+        ]
+        self.record(works)
 
     def record(self, works: Sequence[Work]) -> None:
         """Record what is not recorded yet, with every row at rest, because that runs each work a few times.
@@ -318,3 +383,20 @@ class Device:
         if self.models.target.device.type != "cuda":
             return made
         return made.pin_memory().to(self.models.target.device, non_blocking=True)
+
+
+def make_device(
+    target: Transformer,
+    draft: GlideDraft | None,
+    head: DraftHead | None,
+    size: EngineSize,
+    num_nodes: int,
+    exact: bool,
+) -> Device:
+    """A device with pages and slots of this size, and room for trees of so many nodes."""
+    first: Any = target.blocks[0]
+    # Its own count of heads: tensor parallelism in training leaves it a share of the target's.
+    shape = replace(target.config, num_kv_heads=first.attention.num_kv_heads)
+    pages = Pages.empty(shape, size.num_pages, size.page_size, target.device, target.kv_dtype)
+    models = Models(target, pages, target.can_fuse, draft, head, exact)
+    return Device(models, size.max_rows, size.max_length, num_nodes)

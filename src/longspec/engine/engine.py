@@ -9,27 +9,31 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
-from longspec.cache import PagePool, Pages
+from longspec.cache import PagePool
 from longspec.decoding.methods import VANILLA, Method, MethodChoice, Tree
-from longspec.decoding.round import Models
 from longspec.engine.auto import Outlook, Policy, candidates, unmeasured
 from longspec.engine.costs import Costs
-from longspec.engine.device import Device, row_buckets
+from longspec.engine.device import Device, make_device, row_buckets
 from longspec.engine.interrupts import undisturbed
 from longspec.engine.loop import Loop
+from longspec.engine.memory import EngineSize
+from longspec.engine.orders import Open
+from longspec.engine.ranks import Ranks
 from longspec.engine.scheduler import Scheduler
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 from longspec.models.draft import DraftHead, GlideDraft
+from longspec.models.placement import on_device
 from longspec.models.target import Transformer
 
 # Seconds after which who waits looks again by itself.
@@ -69,20 +73,21 @@ class Engine:
         page_size: int,
         acceptance: Mapping[str, Any] | None = None,
         exact: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
-        with torch.inference_mode():
-            fused = target.can_fuse
-            first: Any = target.blocks[0]
-            # Its own count of heads: tensor parallelism leaves it a share of the target's.
-            shape = replace(target.config, num_kv_heads=first.attention.num_kv_heads)
-            with on_device(target.device):
-                pages = Pages.empty(shape, num_pages, page_size, target.device, target.kv_dtype)
-                self.models = Models(target, pages, fused, draft, head, exact)
-                self._candidates = candidates(draft, acceptance or {}, fused)
-                self.max_length = max_length
-                # Room for the trees of `auto` and of the default.
-                num_nodes = max(one.num_drafted for one in (Tree(), *self._candidates))
-                self.device = Device(self.models, max_rows, max_length, num_nodes)
+        self.max_length = max_length
+        self._end: Callable[[], object] = lambda: None
+        size = EngineSize(max_rows, max_length, page_size, num_pages)
+        with torch.inference_mode(), on_device(target.device):
+            self._candidates = candidates(draft, acceptance or {}, target.can_fuse)
+            # Room for the trees of `auto` and of the default.
+            num_nodes = max(one.num_drafted for one in (Tree(), *self._candidates))
+            if ranks is not None:
+                ranks.tell(Open(size, num_nodes, exact))
+                self._end = weakref.finalize(self, ranks.close)
+            self.device = make_device(target, draft, head, size, num_nodes, exact)
+        self.device.ranks = ranks
+        self.models = self.device.models
         self.scheduler = Scheduler(PagePool(num_pages, page_size), max_rows)
         policy = Policy(unmeasured(draft), acceptance or {}, Costs({}, ()))
         self.loop = Loop(self.device, self.scheduler, policy, self._candidates)
@@ -215,11 +220,11 @@ class Engine:
     def _work(self) -> None:
         """One turn, which Ctrl-C does not break off; an error in it ends every sequence, not the engine."""
         with undisturbed(), torch.inference_mode(), on_device(self.models.target.device):
-            if self._take_orders():
-                try:
+            try:
+                if self._take_orders():
                     self.loop.turn()
-                except Exception as error:
-                    self.loop.fail(error)
+            except Exception as error:
+                self.loop.fail(error)
         self._tell()
 
     def _tell(self) -> None:
@@ -245,6 +250,15 @@ class Engine:
         else:
             method = sequence.method if isinstance(sequence.method, Method) else VANILLA
         return self.loop.fit(method, sequence.draws)
+
+    def check(self) -> None:
+        """Raise if this engine is of no use any more, because another rank is lost."""
+        self.device.check()
+
+    def close(self) -> None:
+        """End the other ranks, if there are any; then this one is of no use either."""
+        with self._leads:
+            self._end()
 
     def forget(self) -> None:
         """Let go of all texts that no sequence holds."""
@@ -279,7 +293,7 @@ class Engine:
 
     def prepare(self, max_rows: int = 1) -> None:
         """Record what a first sequence, or so many at once, will replay, so that none has to wait for it."""
-        if not (self.models.fused and self.models.target.device.type == "cuda"):
+        if not self.device.captures:
             return
         with self.paused() as device:
             if self.loop.is_large:
@@ -287,8 +301,8 @@ class Engine:
                 like = target.norm.weight.new_zeros(1, config.num_heads, config.head_dim)
                 target.attention.warm_up(like, config.num_kv_heads, self.max_length)
             most = 1 if max_rows == 1 else device.MOST_SEGMENTS
-            works = [
-                device.segments_work(size, sampled)
+            works: list[tuple[Any, ...]] = [
+                ("segments", size, sampled)
                 for size in row_buckets(device.MOST_SEGMENTS)
                 if size <= most
                 for sampled in (False, True)
@@ -296,12 +310,12 @@ class Engine:
             for size in [size for size in device.buckets if size <= device.bucket(max_rows)]:
                 picked = self.policy.pick([Outlook(0.0)] * size, None, size, 512)
                 if self.models.draft is not None:
-                    works.append(device.ring_work(size))
+                    works.append(("ring", size))
                 # One sequence mostly stays with what is picked first; of many, outlooks and lengths differ.
                 for method in {VANILLA, picked, *(self.policy.methods if max_rows > 1 else ())}:
                     fitted = self.loop.fit(method)
-                    works += [device.round_work(fitted, size, sampled) for sampled in (False, True)]
-            device.record(works)
+                    works += [(fitted, size, sampled) for sampled in (False, True)]
+            device.prepare(works)
 
     def _take_orders(self) -> bool:
         """Do what callers asked for; whether there is something to do now."""
@@ -317,8 +331,3 @@ class Engine:
                     self.loop.cancel(sequence)
                 order = self._orders.get_nowait()
         return self.loop.is_busy
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Kernels are launched on the current device: make it this one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -102,7 +102,7 @@ def finish_prompts(models: Models, slots: Slots, work: Segments, last: Tensor, s
     else:
         tokens = choose(logits, sampling, slots.seeds[goals], ends, sampled)
     # Before a capture all of this runs without our kernels, and then no token is one.
-    tokens = tokens.clamp(0, logits.shape[1] - 1)
+    tokens = models.target.agree(tokens.clamp(0, logits.shape[1] - 1))
     # Weights that are finite can still overflow in the pass; whatever is chosen then means nothing.
     work.report.copy_(torch.where(last.isfinite().all(-1), tokens, -1))
     slots.text[goals, ends.clamp(max=slots.text.shape[1] - 1)] = tokens
@@ -134,7 +134,7 @@ def read_into_rings(models: Models, slots: Slots, goals: Tensor) -> None:
     held = torch.full((len(goals), num_entries), -1, dtype=torch.int64, device=goals.device)
     ring.positions[goals] = held.scatter_(1, entries, torch.where(wanted, positions, -1))
     ops = FusedOps()
-    x, _ = ops.embed(slots.text[goals[:, None], positions], target.embedding, None, draft.reader)
+    x, _ = ops.embed(slots.text[goals[:, None], positions], target.table, None, draft.reader)
     places = goals[:, None] * num_entries + entries
     rope_write(draft.enter(x, ops), target.rope.table, positions, places, *ring.flat)
     slots.num_unread.index_fill_(0, goals, 1)

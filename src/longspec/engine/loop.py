@@ -17,7 +17,6 @@ from longspec.engine.memory import longest_chunk
 from longspec.engine.scheduler import Scheduler, Seat
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
-from longspec.models.draft import ContextHead, DraftHead
 
 # Launches that may be on their way before the host has read the first of them.
 IN_FLIGHT = 2
@@ -57,7 +56,6 @@ class Loop:
         self.num_prompt_tokens, self.num_shared_tokens = 0, 0
         self.num_rounds: Counter[str] = Counter()
         self._candidates = candidates
-        self._base_head = self.models.head if isinstance(self.models.head, DraftHead) else None
         target = self.models.target
         self._longest_chunk = longest_chunk(target.config, target.dtype, target.device, BESIDE, ALONE)
         self._fitted: dict[tuple[Method, bool], Method] = {}
@@ -155,13 +153,11 @@ class Loop:
 
     def _learn_words(self, tokens: Iterable[int], admitted: list[Seat] | None = None) -> None:
         """Let the draft propose the texts' own words, in its vocabulary or not, where shapes may change."""
-        if self.models.fused or self._base_head is None:
+        if self.models.fused or self.models.head is None:
             return
-        if admitted is not None and len(admitted) == len(self.scheduler.seats):
-            # What was said last comes first: should there be no room for all, it is the likelier.
-            self.models.head = self._base_head.in_context(tokens)
-        elif isinstance(self.models.head, ContextHead):
-            self.models.head.add(tokens)
+        is_anew = admitted is not None and len(admitted) == len(self.scheduler.seats)
+        # What was said last comes first: should there be no room for all, it is the likelier.
+        self.device.learn_words(list(dict.fromkeys(tokens)), is_anew)
 
     def _launch_prompts(self) -> bool:
         """Compute the next chunk of prompts."""
@@ -390,6 +386,7 @@ class Loop:
         launch = self._flight.popleft()
         reports = [report.read() for report in launch.reports]
         scores = None if launch.scores is None else launch.scores.read()
+        self.device.check()
         for row, seat, has_match in launch.seats:
             if launch.method is None:
                 seat.num_in_flight -= 1

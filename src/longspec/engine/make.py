@@ -8,13 +8,36 @@ from typing import Any
 import torch
 
 from longspec.engine.engine import Engine
+from longspec.engine.load import LoadPlan, load_models
 from longspec.engine.memory import page_size, size_engine
+from longspec.engine.ranks import Ranks
 from longspec.errors import UserError
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.placement import free_memory, memory_explained
 from longspec.models.target import Transformer
 
 _SMALLER = "lower max_length, max_rows or kv_memory, or take another device"
+
+
+def load_engine(
+    plan: LoadPlan, devices: tuple[torch.device, ...], progress: bool = False, **settings: Any
+) -> Engine:
+    """Load models onto a device, or a part of them onto each of several, and make an engine of them; the
+    settings are those of `make_engine`."""
+    if len(devices) == 1:
+        models = load_models(plan, devices[0], progress=progress)
+        return make_engine(models.target, models.draft, models.head, models.acceptance, **settings)
+    ranks = Ranks(devices)
+    try:
+        shard = ranks.load(plan)
+        with ranks.explained():
+            models = load_models(plan, devices[0], shard, progress)
+        return make_engine(
+            models.target, models.draft, models.head, models.acceptance, ranks=ranks, **settings
+        )
+    except BaseException:
+        ranks.close()
+        raise
 
 
 def make_engine(
@@ -28,10 +51,12 @@ def make_engine(
     max_rows: int | None = None,
     kv_memory: int | None = None,
     exact: bool = False,
+    ranks: Ranks | None = None,
 ) -> Engine:
     """An engine of the size that the device has room for.
 
     If `exact`, what a sequence says does not depend on who is computed beside it, down to the last bit.
+    `ranks` are the processes that hold the other parts of the target.
     """
     config, dtype, device = target.config, target.kv_dtype, target.device
     with torch.inference_mode():
@@ -42,10 +67,11 @@ def make_engine(
             f"exact is for our kernels, and they do not run {name} on {device}; "
             "in float32 all methods say the same words without it"
         )
+    if exact and ranks is not None:
+        raise UserError("exact does not go with tensor_parallel, whose sums depend on the number of rows")
     page = page_size(dtype, config.head_dim, fused)
-    size = size_engine(
-        config, dtype, device, free_memory(device), page, max_length, max_rows, kv_memory, limit
-    )
+    free = free_memory(device) if ranks is None else ranks.room()
+    size = size_engine(config, dtype, device, free, page, max_length, max_rows, kv_memory, limit)
     with memory_explained(f"{size.num_tokens} tokens of KV on {device}", _SMALLER):
         return Engine(
             target,
@@ -57,4 +83,5 @@ def make_engine(
             page_size=size.page_size,
             acceptance=acceptance,
             exact=exact,
+            ranks=ranks,
         )

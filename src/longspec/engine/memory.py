@@ -153,10 +153,13 @@ def plan_decoding(
     batch: int,
     tree_shape: tuple[int, ...],
     precision: Precision,
-    device: torch.device,
+    *devices: torch.device,
 ) -> MemoryBudget:
-    """The memory of answering `batch` prompts side by side, each of `context` tokens with its answer."""
-    target, dtype = plan_memory(config, precision, device), precision.dtype
+    """The memory of answering `batch` prompts side by side, each of `context` tokens with its answer. With
+    several devices, that of each rank."""
+    target, dtype = plan_memory(config, precision, *devices), precision.dtype
+    device, num_ranks = devices[0], len(devices)
+    share = config.shared_by(num_ranks)
     on_gpu = device.type == "cuda"
     num_nodes = sum(tree_shape) + 1
     page = page_size(dtype, config.head_dim, on_gpu)
@@ -166,12 +169,12 @@ def plan_decoding(
         weights=target.weights,
         kv=num_pages * page * target.kv_per_token,
         rope=rope,
-        draft_weights=draft_weights(config, draft, dtype) if draft else 0,
-        draft_kv=batch * DraftRing.size_of(config, draft, num_nodes, dtype) if draft else 0,
+        draft_weights=draft_weights(config, draft, dtype, num_ranks) if draft else 0,
+        draft_kv=batch * DraftRing.size_of(share, draft, num_nodes, dtype) if draft else 0,
         graphs=graph_pool(config, draft, batch, tree_shape, dtype) if on_gpu else 0,
         working=OVERHEAD,
     )
-    return MemoryBudget(needs, free_memory(device), total_memory(device))
+    return MemoryBudget(needs, target.free, total_memory(device))
 
 
 def graph_pool(

@@ -14,6 +14,7 @@ import torch
 
 from longspec.errors import UserError, shown
 from longspec.models.placement import out_of_memory
+from longspec.models.sharding import Cut
 from longspec.records import ShardIndex, read_record
 
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -78,9 +79,10 @@ class WeightFiles:
             totals[self._find(name).meta(name)[1]] += self._bytes_of(name)
         return totals.most_common(1)[0][0]
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor, on the CPU and in its stored dtype."""
-        return self._find(name).tensor(name)
+    def tensor(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+        """Read one tensor, on the CPU and in its stored dtype; with `cut` only a part of it."""
+        file = self._find(name)
+        return file.tensor(name, () if cut is None else cut(file.meta(name)[0]))
 
     def _bytes_of(self, name: str) -> int:
         shape, dtype = self._find(name).meta(name)
@@ -143,7 +145,7 @@ class _File(Protocol):
 
     def meta(self, name: str) -> tuple[tuple[int, ...], torch.dtype]: ...
 
-    def tensor(self, name: str) -> torch.Tensor: ...
+    def tensor(self, name: str, part: tuple[slice, ...]) -> torch.Tensor: ...
 
 
 class _SafetensorsFile:
@@ -170,9 +172,9 @@ class _SafetensorsFile:
     def meta(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         return self.metas[name]
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         try:
-            tensor: torch.Tensor = self.file.get_tensor(name)
+            tensor: torch.Tensor = self.file.get_slice(name)[part] if part else self.file.get_tensor(name)
         except Exception as error:
             raise _damaged(self.path, error) from error
         return tensor
@@ -200,8 +202,8 @@ class _PickleFile:
     def meta(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         return tuple(self.state[name].shape), self.state[name].dtype
 
-    def tensor(self, name: str) -> torch.Tensor:
-        return self.state[name]
+    def tensor(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        return self.state[name][part] if part else self.state[name]
 
 
 def _is_entry(name: object, value: object) -> bool:

@@ -31,6 +31,7 @@ from longspec.models.layers import (
     scores,
 )
 from longspec.models.rope import rotate
+from longspec.models.sharding import SharedTable
 from longspec.models.target import Transformer
 
 
@@ -234,7 +235,7 @@ class DraftHead(nn.Module):
         self.rows: nn.Module | None = None
         if vocab_ids is None and (form is None or form == form_of(target.head)):
             return
-        plain = target.head.weight_rows(None if vocab_ids is None else vocab_ids.to(target.device)).detach()
+        plain = _head_rows(target, None if vocab_ids is None else vocab_ids.to(target.device)).detach()
         rows = Linear(plain.shape[1], len(plain))
         rows.weight = nn.Parameter(plain, requires_grad=False)
         if form is not None and form.supports(rows):
@@ -252,17 +253,28 @@ class DraftHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Scores [..., V'] in fp32."""
-        return self._target[0].logits(hidden) if self.rows is None else scores(self.rows, hidden)
+        target = self._target[0]
+        if self.rows is None:
+            return target.logits(hidden)
+        return target.joined(scores(self.rows, hidden), len(self.token_ids))
 
     def in_context(self, tokens: Iterable[int]) -> DraftHead | ContextHead:
         """This head; for a reduced head on a CPU, also with the rows of the context's own `tokens`."""
         target = self._target[0]
         # A packed or rounded head has no rows to read, and on a GPU shapes must stay fixed.
-        has_rows = target.config.tied_head or isinstance(target.head, Linear)
+        has_rows = target.config.tied_head or (isinstance(target.head, Linear) and target.shard is None)
         if self.vocab_ids is None or target.device.type != "cpu" or not has_rows:
             return self
         table = target.table if target.config.tied_head else target.head.weight
         return ContextHead(self, table, tokens)
+
+
+def _head_rows(target: Transformer, ids: Tensor | None) -> Tensor:
+    """Rows of the target's head, all of them for None; of a shared target, this process's part of them."""
+    if target.shard is None or ids is None:
+        return target.head.weight_rows(ids)
+    table = SharedTable(target.head.weight_rows(None), target.shard)
+    return target.shard.own_rows(table(ids))
 
 
 class ContextHead:

@@ -18,6 +18,7 @@ from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError, shown
 from longspec.models.draft import GlideDraft
 from longspec.models.files import write_whole
+from longspec.models.sharding import Shard
 from longspec.models.target import Transformer
 from longspec.records import as_record, read_record
 
@@ -40,9 +41,9 @@ class Fingerprint:
     def of(cls, target: Transformer) -> Fingerprint:
         """The target's shape, and sample values of its embedding and norms."""
         norms = [weight for name, weight in target.named_parameters() if name.endswith("norm.weight")]
-        # A target with a rounded embedding is known by its norms alone.
-        embedding = target.embedding if target.rounded_embedding is None else None
-        return cls.sampled(target.config, target.dtype, embedding, norms)
+        # A target that is rounded or shared is known by its norms alone.
+        is_plain = target.rounded_embedding is None and target.shard is None
+        return cls.sampled(target.whole_config, target.dtype, target.embedding if is_plain else None, norms)
 
     @classmethod
     def sampled(
@@ -168,15 +169,16 @@ class DraftRecord:
 
 def load_draft(path: Path, target: Transformer, target_name: str) -> LoadedDraft:
     """Read a draft for this target from one of our folders, a published one, or a bare .pth file."""
-    loaded = load_draft_for(path, target.config, Fingerprint.of(target), target_name)
+    loaded = load_draft_for(path, target.whole_config, Fingerprint.of(target), target_name, target.shard)
     loaded.draft.to(device=target.device, dtype=target.dtype)
     return loaded
 
 
 def load_draft_for(
-    path: Path, target: ModelConfig, fingerprint: Fingerprint, target_name: str
+    path: Path, target: ModelConfig, fingerprint: Fingerprint, target_name: str, shard: Shard | None = None
 ) -> LoadedDraft:
     """The same for a target of which only the shape and a fingerprint are known; on the CPU, as it is stored.
+    With `shard`, only that part of each weight.
 
     `fingerprint` has no weights if they cannot be compared.
     """
@@ -185,7 +187,7 @@ def load_draft_for(
         _check_target(path, record, fingerprint, target_name)
     config = read_draft_config(path)
     tensors = read_tensors(path)
-    draft = _build(path, tensors, config, target)
+    draft = _build(path, tensors, config, target, shard)
     for name, tensor in draft.named_parameters():
         if not torch.isfinite(tensor).all():
             warnings.warn(
@@ -263,10 +265,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return {name.removeprefix("draft_model."): tensor for name, tensor in tensors.items()}
 
 
-def _build(path: Path, tensors: dict[str, Tensor], config: DraftConfig, target: ModelConfig) -> GlideDraft:
+def _build(
+    path: Path, tensors: dict[str, Tensor], config: DraftConfig, target: ModelConfig, shard: Shard | None
+) -> GlideDraft:
     with torch.device("meta"):  # so that a config that asks for huge weights is refused before allocation
         shapes = GlideDraft(target, config).state_dict()
-    state = {}
+    state, num_cross = {}, len(config.layers_of(target))
     for ours, theirs in published_names(config):
         missing = next((name for name in theirs if name not in tensors), None)
         if missing is not None:
@@ -281,6 +285,10 @@ def _build(path: Path, tensors: dict[str, Tensor], config: DraftConfig, target: 
                 f"the draft {path} does not fit the target: {theirs[0]!r} gives shape "
                 f"{tuple(state[ours].shape)} where {tuple(expected)} is needed"
             )
+        if shard is not None:
+            state[ours] = torch.cat([shard.draft_part(ours, tensors[name], num_cross) for name in theirs])
+    if shard is not None:
+        target, config = target.shared_by(shard.size), config.shared_by(shard.size)
     draft = GlideDraft(target, config)
     draft.load_state_dict(state)
     return draft

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from longspec.kernels.embed import embed
 from longspec.kernels.norm import Norm, Residual, norm_stream
 from longspec.kernels.silu import silu_mul
-from longspec.models.layers import FeedForward, Linear, Reader, RMSNorm, Table
+from longspec.models.layers import FeedForward, Linear, Reader, RMSNorm, Table, look_up
+from longspec.models.sharding import SummedLinear
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,9 @@ class FusedOps:
     def embed(
         self, tokens: Tensor, table: Table, added: Tensor | None, following: Reader
     ) -> tuple[Residual, Residual]:
-        assert isinstance(table, Tensor)
+        if not isinstance(table, Tensor):
+            x = look_up(table, tokens)
+            return Residual(x), Residual(x if added is None else x + added)
         factor = None if self.exact else self.factor(following, tokens.numel())
         return embed(tokens, table, added, factor)
 
@@ -40,11 +44,20 @@ class FusedOps:
         return Residual(stream.x[:, -num_tokens:].contiguous())
 
     def add_linear(self, linear: Linear, x: Tensor, stream: Residual, following: Reader | None) -> Residual:
+        if isinstance(linear, SummedLinear):
+            # The next norm adds it.
+            assert stream.delta is None
+            return Residual(stream.x, self._summed(linear, x))
         if not (self.exact or linear.covers(x)):
             return Residual(linear.add_to(stream.x, x))
         around = {"factor": self.factor(following, x.numel() // x.shape[-1]), "exact": self.exact}
         added: Residual = linear.few_rows(Residual(x), residual=stream.x, **around)[0]
         return added
+
+    def _summed(self, linear: SummedLinear, x: Tensor) -> Tensor:
+        part: Any = linear.part
+        own = part.few_rows(Residual(x))[0].x if part.covers(x) else part(x)
+        return linear.shard.sum(own)
 
     def feed_forward(
         self, ffn: FeedForward, norm: RMSNorm, stream: Residual, following: Reader | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from longspec.errors import UserError
 from longspec.models.eight_bit import EightBit, EightBitLinear
 from longspec.models.families import FAMILIES
 from longspec.models.layers import Linear
+from longspec.models.sharding import Shard
 from longspec.models.stored import StoredWeights, TensorReader
 from longspec.models.target import Transformer
 from longspec.models.weights import Precision, pack
@@ -25,17 +27,19 @@ def load_target(
     precision: Precision | torch.dtype,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     packed: bool = True,
+    shard: Shard | None = None,
 ) -> Transformer:
     """Build a frozen target from the tensors that `read` gives, ready for inference.
 
     The matrices of each layer are packed or rounded as soon as they are read (`packed`), so that peak memory
     stays near the size of the model. Training needs plain matrices, because gradients pass through the head.
-    Those of a quantised checkpoint are expanded, unless `precision` keeps them as they are stored.
+    Those of a quantised checkpoint are expanded, unless `precision` keeps them as they are stored. With
+    `shard`, only that part of each tensor is read.
     """
     precision = Precision(precision) if isinstance(precision, torch.dtype) else precision
     dtype = precision.dtype
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(config if shard is None else config.shared_by(shard.size))
     model.requires_grad_(False).eval()
     # Not `to_empty`: on a meta tensor it makes torch import sympy, which takes a second.
     model.rope.table = torch.empty(model.rope.table.shape, device=device)
@@ -47,7 +51,9 @@ def load_target(
     for name, sources in sources_of.items():
         parameter = model.get_parameter(name)
         if not (packed and _keep_stored(model, name, sources, stored, device, precision)):
-            tensor = _join(name, sources, stored.tensor, parameter.shape).to(device=device, dtype=dtype)
+            tensor = _join(name, sources, stored.tensor, parameter.shape, shard).to(
+                device=device, dtype=dtype
+            )
             if precision.rounding is not None and tensor.ndim == 1:
                 tensor = tensor.clone()  # a view of the mapped file would keep all of it in memory
             _replace(model, name, nn.Parameter(tensor, requires_grad=False))
@@ -65,6 +71,9 @@ def load_target(
         model.head.weight = model.embedding
     if packed:
         pack_ends(model, precision)
+    if shard is not None:
+        model.config = replace(model.config, vocab_size=config.vocab_size)
+        shard.attach(model)
     return model
 
 
@@ -105,9 +114,13 @@ def _keep_stored(
     return True
 
 
-def _join(name: str, sources: tuple[str, ...], read: TensorReader, shape: torch.Size) -> Tensor:
-    parts = [read(source) for source in sources]
+def _join(
+    name: str, sources: tuple[str, ...], read: TensorReader, shape: torch.Size, shard: Shard | None
+) -> Tensor:
+    parts = [read(source) if shard is None else read(source, shard.cut(name)) for source in sources]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if shard is not None:
+        tensor = shard.finished(name, tensor)
     _check_shape(name, sources, tensor.shape, shape)
     return tensor
 

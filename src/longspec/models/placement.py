@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from longspec.config import DraftConfig, ModelConfig
-from longspec.errors import UserError
+from longspec.errors import UserError, whole_number
 from longspec.models.weights import Precision
 
 # Memory for the interpreter, libraries, activations of a prefill chunk and the logits.
@@ -32,6 +33,43 @@ def pick_device(name: str | torch.device) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"there is no device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices")
     return device
+
+
+def pick_devices(name: str | torch.device, num_ranks: int = 1) -> tuple[torch.device, ...]:
+    """A device for each of so many ranks: those that a list such as "cuda:0,cuda:2" names, or as many GPUs
+    as needed from the named one on, or the CPU for all of them."""
+    if whole_number("tensor_parallel", num_ranks) < 1:
+        raise UserError(f"tensor_parallel is {num_ranks}; it must be at least 1")
+    names = name.split(",") if isinstance(name, str) else [name]
+    found = [pick_device(one) for one in names]
+    if len(found) == 1 and found[0].type == "cuda" and num_ranks > 1:
+        first, there = found[0].index or 0, torch.cuda.device_count()
+        if first + num_ranks > there:
+            raise UserError(
+                f"tensor_parallel {num_ranks} needs {num_ranks} GPUs from cuda:{first} on, but torch sees "
+                f"{there}; lower tensor_parallel, or name the devices (--device cuda:0,cuda:1)"
+            )
+        found = [torch.device("cuda", index) for index in range(first, first + num_ranks)]
+    found *= num_ranks if len(found) == 1 else 1
+    if len(found) != num_ranks:
+        raise UserError(f"device {name!r} names {len(found)} devices, but tensor_parallel is {num_ranks}")
+    check_equal([device_name(one) for one in found] if num_ranks > 1 else [])
+    return tuple(found)
+
+
+def check_equal(names: Sequence[str]) -> None:
+    """Refuse ranks on different devices: the slowest would hold up the others, and sums would differ."""
+    for rank, one in enumerate(names):
+        if one != names[0]:
+            raise UserError(
+                f"rank {rank} would run on {one} and rank 0 on {names[0]}; tensor_parallel needs equal "
+                "devices: name some that are (--device cuda:0,cuda:1)"
+            )
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels are launched on the current device: make it this one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def device_name(device: torch.device) -> str:
@@ -66,29 +104,45 @@ class MemoryPlan:
         return max(0, (self.free - self.weights - OVERHEAD) // self.kv_per_token)
 
 
-def plan_memory(config: ModelConfig, precision: Precision, device: torch.device) -> MemoryPlan:
-    """Compute what the target needs in `precision`, and read what is free on `device`."""
-    per_token = config.kv_bytes_per_token(precision.kv_dtype.itemsize)
-    return MemoryPlan(precision.weight_bytes(config, device), per_token, free_memory(device))
+def plan_memory(config: ModelConfig, precision: Precision, *devices: torch.device) -> MemoryPlan:
+    """Compute what the target needs in `precision`, and read what is free on the device. With several
+    devices, what each rank needs of its own."""
+    num_ranks, device = len(devices), devices[0]
+    if num_ranks > 1 and precision.rounding is not None:
+        raise UserError(f"weights {precision.weights!r} do not go with tensor_parallel {num_ranks}; use auto")
+    if num_ranks > 1 and config.quantisation is not None:
+        raise UserError(f"a quantised checkpoint does not go with tensor_parallel {num_ranks}; use one rank")
+    share = config.shared_by(num_ranks)
+    per_token = share.kv_bytes_per_token(precision.kv_dtype.itemsize)
+    return MemoryPlan(precision.weight_bytes(share, device), per_token, room_on(device, devices))
 
 
-def draft_weights(config: ModelConfig, draft: DraftConfig, dtype: torch.dtype) -> int:
-    """The bytes of a draft's weights and of its copy of rows of the target's head."""
-    return (draft.num_parameters(config) + draft.draft_vocab * config.hidden_size) * dtype.itemsize
+def room_on(device: torch.device, devices: Sequence[torch.device]) -> int:
+    """The bytes that one of the ranks on a device may take."""
+    return free_memory(device) // devices.count(device)
 
 
-def check_fits(name: str, config: ModelConfig, precision: Precision, device: torch.device) -> MemoryPlan:
-    """Refuse a target that does not fit, and say what would fit."""
-    plan = plan_memory(config, precision, device)
+def draft_weights(config: ModelConfig, draft: DraftConfig, dtype: torch.dtype, num_ranks: int = 1) -> int:
+    """The bytes of a draft's weights and of its copy of rows of the target's head, on each rank."""
+    own = draft.shared_by(num_ranks).num_parameters(config.shared_by(num_ranks))
+    return (own + -(-draft.draft_vocab // num_ranks) * config.hidden_size) * dtype.itemsize
+
+
+def check_fits(name: str, config: ModelConfig, precision: Precision, *devices: torch.device) -> MemoryPlan:
+    """Refuse a target that does not fit on a device, or in equal parts on several; say what would fit."""
+    device, num_ranks = devices[0], len(devices)
+    plan = plan_memory(config, precision, *devices)
     if plan.context_that_fits >= min(LEAST_CONTEXT, config.max_length):
         return plan
     kind = precision.weights
     half = plan.weights // 2
+    parts = f" in {num_ranks} parts" if num_ranks > 1 else ""
     hint = f"a smaller target, or a device with {gigabytes(plan.weights + OVERHEAD)} free"
     if kind == "float32" and half + OVERHEAD < plan.free:
         hint = f"--dtype bfloat16 ({gigabytes(half)})"
     raise UserError(
-        f"{name} does not fit on {device}: its weights take {gigabytes(plan.weights)} in {kind} and each "
+        f"{name} does not fit on {device}{parts}: its weights take "
+        f"{gigabytes(plan.weights)} in {kind} and each "
         f"token of context {plan.kv_per_token / 1024:.0f} KiB, but {gigabytes(plan.free)} are free; "
         f"what would fit: {hint}"
     )

@@ -17,9 +17,10 @@ from torch import Tensor
 from longspec.config import Quantisation
 from longspec.errors import UserError
 from longspec.models.eight_bit import KINDS, EightBit
+from longspec.models.sharding import Cut
 
-TensorReader = Callable[[str], Tensor]
-"""Gives one tensor by its name in the checkpoint."""
+TensorReader = Callable[..., Tensor]
+"""Gives one tensor by its name in the checkpoint, or the part that a second argument, a `Cut`, says."""
 
 
 class StoredWeights:
@@ -28,10 +29,11 @@ class StoredWeights:
     def __init__(self, read: TensorReader, quantisation: Quantisation | None) -> None:
         self._read, self._quantisation = read, quantisation
 
-    def tensor(self, name: str) -> Tensor:
-        """A weight as a plain tensor: as it is stored or, if it is quantised, in fp32."""
+    def tensor(self, name: str, *cut: Cut) -> Tensor:
+        """A weight as a plain tensor: as it is stored or, if it is quantised, in fp32. With `cut`, a part of
+        one that is not quantised."""
         matrix = self.eight_bit(name)
-        return self._read(name) if matrix is None else matrix.expanded(torch.float32)
+        return self._read(name, *cut) if matrix is None else matrix.expanded(torch.float32)
 
     def joined(self, names: tuple[str, ...]) -> EightBit | None:
         """Matrices on top of each other, if all of them are stored in 8 bits of one kind."""

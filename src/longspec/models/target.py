@@ -9,6 +9,7 @@ from longspec.attention import Attention, choose_backend
 from longspec.config import ModelConfig
 from longspec.models.layers import Block, ForwardPass, Linear, RMSNorm, Table, scores
 from longspec.models.rope import RopeTable
+from longspec.models.sharding import Shard, SharedTable
 from longspec.models.weights import Precision
 
 
@@ -30,6 +31,8 @@ class Transformer(nn.Module):
         self.precision: Precision | None = None
         """How the weights were rounded when they were loaded; None: they were not."""
         self.rope = RopeTable(config.rope, config.head_dim)
+        self.shard: Shard | None = None
+        """Which part of the target this process holds; None: all of it."""
 
     @property
     def device(self) -> torch.device:
@@ -54,12 +57,19 @@ class Transformer(nn.Module):
     @property
     def table(self) -> Table:
         """What gives the rows of tokens."""
+        if self.shard is not None:
+            return SharedTable(self.embedding, self.shard)
         return self.embedding if self.rounded_embedding is None else self.rounded_embedding
 
     @property
+    def whole_config(self) -> ModelConfig:
+        """The target's shape, whatever part of it this process holds."""
+        return self.config if self.shard is None else self.shard.whole
+
+    @property
     def can_fuse(self) -> bool:
-        """Whether our own kernels can do all of a round. They read weights directly, so each must be whole:
-        ZeRO-3 leaves empty ones and tensor parallelism shares, which only their modules know how to use."""
+        """Whether our own kernels can do all of a round. They read weights directly, so each must be a plain
+        tensor: in training ZeRO-3 leaves empty ones, and tensor parallelism torch's own kind of shares."""
         is_whole = all(type(weight.data) is Tensor and weight.numel() for weight in self.parameters())
         return is_whole and self.attention.can_fuse(self.embedding, self.config.head_dim)
 
@@ -74,4 +84,12 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor, exact: bool = False) -> Tensor:
         """Scores over the vocabulary in fp32, for hidden states from `forward`; see `scores`."""
-        return scores(self.head, hidden, exact)
+        return self.joined(scores(self.head, hidden, exact), self.config.vocab_size)
+
+    def joined(self, part: Tensor, size: int) -> Tensor:
+        """The scores [..., size] of which this process has computed a part."""
+        return part if self.shard is None else self.shard.join(part, size)
+
+    def agree(self, value: Tensor) -> Tensor:
+        """The same value in all processes that share this target: that of rank 0."""
+        return value if self.shard is None else self.shard.agree(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
@@ -66,6 +65,7 @@ class Host:
                 self._engine.cancel(sequence)
         self._outbox.put(None)
         sender.join()
+        self._engine.check()
 
     def _take(self, message: Ask | Cancel | AskStatus) -> None:
         if isinstance(message, Cancel):
@@ -89,8 +89,6 @@ class Host:
                 sequence.stop_after = TextStream(tokenizer, message.stop).push_and_check
             if message.grammar is not None:
                 sequence.constraint = self._grammars.constraint(message.grammar)
-            # Without the hash that the front may have cached: it is another one here.
-            sequence.method = replace(sequence.method)
             sequence.on_news = partial(self._note, number)
         sequences = dict(message.rows)
         self._sequences |= sequences
@@ -106,6 +104,11 @@ class Host:
 
     def _tell(self) -> None:
         """Hand over what a turn has brought; by the thread that leads."""
+        try:
+            self._engine.check()
+        except OSError:
+            # Tell those who wait, and end.
+            self._link.shutdown(socket.SHUT_RD)
         if not self._changed:
             return
         rows = []

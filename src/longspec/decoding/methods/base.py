@@ -57,6 +57,10 @@ class MethodChoice:
     def __hash__(self) -> int:
         return self._hash
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash: it is another one in another process."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
     @property
     def size(self) -> str:
         """The sizes in short, as in `seq:4`."""

@@ -1,0 +1,139 @@
+"""A rank other than 0: `python -m longspec.engine.follow`, with torchrun's variables. See `ranks`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from longspec.engine.device import Device, make_device
+from longspec.engine.load import Loaded, load_models
+from longspec.engine.orders import Call, Failed, Load, Open, Order, Ping, Ready, receive, send
+from longspec.engine.ranks import connect, find_store, join_group, torchrun_rank
+from longspec.errors import UserError
+from longspec.models.placement import on_device, out_of_memory, room_on
+from longspec.models.sharding import Shard
+
+
+class Follower:
+    """Does what rank 0 says, in order."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._store = rank, find_store()
+        self._link = connect(self._store, rank)
+        self._orders: SimpleQueue[Order] = SimpleQueue()
+        self._sends = threading.Lock()
+        self._models: Loaded | None = None
+        self._device: Device | None = None
+
+    def run(self) -> None:
+        """Until rank 0 says that it is over."""
+        threading.Thread(target=_listen, args=(self._link, self._orders, self._sends), daemon=True).start()
+        try:
+            with torch.inference_mode():
+                while (order := self._orders.get()) is not None:
+                    self._obey(order)
+        except Exception as error:
+            self._report(error)
+            raise
+
+    def _report(self, error: Exception) -> None:
+        """Tell rank 0 why this rank ends."""
+        reason = str(error)
+        if out_of_memory(error):
+            reason = "there is not enough memory"
+        elif not isinstance(error, UserError):
+            reason = f"{type(error).__name__}: {(reason.splitlines() or [''])[0]}"
+            # A collective fails because another rank has ended. Let that one be found first.
+            time.sleep(2)
+        with self._sends:
+            send(self._link, Failed(reason))
+
+    def _obey(self, order: Load | Open | Call | Ping) -> None:
+        if isinstance(order, Load):
+            self._load(order)
+        elif isinstance(order, Open):
+            assert self._models is not None
+            models = self._models
+            with on_device(models.target.device):
+                self._device = make_device(
+                    models.target, models.draft, models.head, order.size, order.num_nodes, order.exact
+                )
+        elif isinstance(order, Call):
+            assert self._device is not None
+            with on_device(self._device.models.target.device):
+                getattr(self._device, order.name)(*order.arguments)
+
+    def _load(self, order: Load) -> None:
+        torch.set_num_threads(order.num_threads)
+        join_group(self._store, self._rank, order.devices)
+        device = order.devices[self._rank]
+        shard = Shard(self._rank, len(order.devices), order.plan.config)
+        with torch.inference_mode(False):
+            self._models = load_models(order.plan, device, shard)
+        with self._sends:
+            send(self._link, Ready(room_on(device, order.devices)))
+
+
+def _listen(link: Connection, orders: SimpleQueue[Order], sends: threading.Lock) -> None:
+    """Take orders, and say that this rank is alive while it works on one. Without rank 0 there is nothing to
+    do, and what this rank may wait for in a collective never comes: end at once."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            order: Order = receive(link)
+            if isinstance(order, Ping):
+                with sends:
+                    send(link, order)
+                continue
+            orders.put(order)
+            if order is None:
+                return
+    os._exit(1)
+
+
+def follow_if_told(num_ranks: int) -> None:
+    """Where torchrun has started so many processes, be one of those that follow rank 0, if this is one."""
+    rank = torchrun_rank()
+    if rank is None:
+        return
+    there = int(os.environ["WORLD_SIZE"])
+    if there != num_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", there)) != there:
+        raise UserError(
+            f"tensor_parallel is {num_ranks}, and torchrun started {there} processes; start as many "
+            f"(torchrun --nproc-per-node {num_ranks}), all on one machine"
+        )
+    if rank:
+        follow()
+
+
+def follow() -> NoReturn:
+    """Be a rank other than 0 for as long as rank 0 is there; the process ends here."""
+    # Ctrl-C reaches all processes of a terminal; rank 0 decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.simplefilter("ignore")  # rank 0 has told it
+    code = 0
+    try:
+        Follower(int(os.environ["RANK"])).run()
+    except Exception as error:
+        code = 1
+        # Rank 0 tells what users can act on, and whatever goes wrong if it is gone is of no interest.
+        if not isinstance(error, (UserError, OSError, dist.DistError)) and not out_of_memory(error):
+            traceback.print_exc()
+    sys.stderr.flush()
+    # Not by `sys.exit`: the end of a group of which others have ended already may wait for them.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    follow()

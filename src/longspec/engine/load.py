@@ -1,0 +1,95 @@
+"""Load a target and its draft, ready for an engine: all of them, or one rank's part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longspec.attention import choose_backend
+from longspec.config import ModelConfig
+from longspec.models.checkpoint import WeightFiles
+from longspec.models.draft import DraftHead, GlideDraft
+from longspec.models.draft_files import load_draft
+from longspec.models.int8 import pick_draft_form
+from longspec.models.layers import pack_linears, replace_linears
+from longspec.models.load import load_target
+from longspec.models.placement import gigabytes, memory_explained
+from longspec.models.sharding import Shard
+from longspec.models.target import Transformer
+from longspec.models.weights import Precision
+from longspec.progress import byte_bar
+
+# A CPU uses only this many of a draft's tokens, the most frequent ones; the context's own tokens are added.
+_CPU_VOCAB = 8192
+_SMALLER = "free some memory, or use a smaller dtype, a smaller target or another device"
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What is loaded, and how. Ranks other than 0 are sent one."""
+
+    name: str
+    folder: Path
+    config: ModelConfig
+    precision: Precision
+    attention: str = "auto"
+    draft: Path | None = None
+    draft_dtype: str = "auto"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What an engine computes with."""
+
+    target: Transformer
+    draft: GlideDraft | None = None
+    head: DraftHead | None = None
+    acceptance: dict[str, Any] = field(default_factory=dict)
+    """The draft's, measured."""
+
+
+def load_models(
+    plan: LoadPlan, device: torch.device, shard: Shard | None = None, progress: bool = False
+) -> Loaded:
+    """Load the target and, if there is one, the draft."""
+    target = _load_target(plan, device, shard, progress)
+    target.attention = choose_backend(plan.attention)
+    if plan.draft is None:
+        return Loaded(target)
+    with memory_explained(f"the draft {plan.draft} next to {plan.name} on {device}", _SMALLER):
+        loaded = load_draft(plan.draft, target, plan.name)
+        return Loaded(target, *prepare_draft(loaded.draft, target, plan.draft_dtype), loaded.acceptance)
+
+
+def _load_target(plan: LoadPlan, device: torch.device, shard: Shard | None, progress: bool) -> Transformer:
+    config, precision = plan.config, plan.precision
+    held = config if shard is None else config.shared_by(shard.size)
+    num_bytes = held.num_parameters * precision.dtype.itemsize
+    kept = num_bytes if precision.rounding is None else precision.weight_bytes(held, device)
+    what = f"the {gigabytes(kept)} of {plan.name} in {precision.weights} on {device}"
+    with (
+        memory_explained(what, _SMALLER),
+        WeightFiles(plan.folder) as weights,
+        byte_bar(f"Loading {plan.name}", num_bytes, progress) as advance,
+    ):
+        return load_target(config, weights.tensor, device, precision, advance, shard=shard)
+
+
+def prepare_draft(
+    draft: GlideDraft, target: Transformer, draft_dtype: str = "auto"
+) -> tuple[GlideDraft, DraftHead]:
+    """The draft, ready for decoding, and its part of the target's head."""
+    draft.requires_grad_(False).eval()
+    form = pick_draft_form(draft_dtype, draft, target)
+    if form is not None:
+        replace_linears(draft, form)
+    pack_linears(draft)
+    if target.shard is not None:
+        target.shard.attach_draft(draft)
+    ids = draft.vocab_ids
+    if ids is not None and target.device.type == "cpu":
+        ids = ids[:_CPU_VOCAB]
+    return draft, DraftHead(target, ids, form)

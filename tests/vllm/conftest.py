@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import longspec.api
+import longspec.engine.load
 from longspec import LongSpec
 from longspec.models.draft import DraftHead
 
@@ -22,7 +22,7 @@ MISFITS = ("torchvision", "torchaudio", "torchcodec")
 def whole_head(smollm2_folder: Path) -> Iterator[LongSpec]:
     """Our engine, drafting with all of the draft's vocabulary and with nothing else, as it does on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(longspec.api, "_CPU_VOCAB", 2**20)
+        patch.setattr(longspec.engine.load, "_CPU_VOCAB", 2**20)
         patch.setattr(DraftHead, "in_context", lambda self, tokens: self)
         yield LongSpec.from_pretrained(
             "smollm2-135m", dtype="float32", device="cpu", draft_dtype="target", calibrate=False

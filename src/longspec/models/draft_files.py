@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -288,7 +288,9 @@ def _build(
         if shard is not None:
             state[ours] = torch.cat([shard.draft_part(ours, tensors[name], num_cross) for name in theirs])
     if shard is not None:
-        target, config = target.shared_by(shard.size), config.shared_by(shard.size)
+        # The draft may still propose any token.
+        target = replace(target.shared_by(shard.size), vocab_size=target.vocab_size)
+        config = config.shared_by(shard.size)
     draft = GlideDraft(target, config)
     draft.load_state_dict(state)
     return draft

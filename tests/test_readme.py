@@ -40,6 +40,7 @@ def test_command(command: str, tmp_path: Path, smollm2_folder: Path) -> None:
     assert result.stdout.strip()
 
 
+@pytest.mark.full
 def test_making_a_draft(tmp_path: Path, small_target: Path) -> None:
     """As it stands there, but for the size of the target and of its work."""
     shutil.copytree(small_target, tmp_path / "my-llama")

@@ -50,11 +50,7 @@ def test_generate_reads_files_and_standard_input_alike(tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text(question)
     outputs = [
         json.loads(run(*GENERATE, "--json", "--seed", "3", *where, text=text).stdout)
-        for where, text in (
-            ((question,), None),
-            (("--file", str(tmp_path / "prompt.txt")), None),
-            ((), question),
-        )
+        for where, text in ((("--file", str(tmp_path / "prompt.txt")), None), ((), question))
     ]
     for output in outputs:
         assert output["text"] == "The capital of France is Paris."

@@ -174,7 +174,6 @@ class _PlainDrafting(_Drafting):
         return self.draft.read(x, stream if feature is None else stream + feature, run)
 
     def _sees(self, level: range, depth: int) -> Tensor:
-        """See `PlainDraftPass.sees`."""
         end = self.rows.lengths + depth
         if depth == 0 or self.chain:
             return (end + 1).clamp(max=self.ring.window)

@@ -1,4 +1,4 @@
-"""A rank other than 0: `python -m longspec.engine.follow`, with torchrun's variables. See `ranks`."""
+"""A rank other than 0: `python -m longspec.engine.follow`, with torchrun's variables."""
 
 from __future__ import annotations
 

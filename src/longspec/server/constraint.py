@@ -57,7 +57,6 @@ class JsonConstraint:
         self._matcher, self._num_taken = matcher, 0
 
     def fill(self, mask: Tensor, tokens: list[int]) -> None:
-        """See `Constraint.fill`."""
         for token in tokens[self._num_taken :]:
             self._matcher.consume_token(token)
         self._num_taken = len(tokens)

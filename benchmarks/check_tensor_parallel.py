@@ -1,4 +1,4 @@
-"""Whether several devices of this machine hold a target together as one does, in about a minute.
+"""Check, in about a minute, that a target on several devices says the same words as on one.
 
 It answers a few prompts by every method in one process, then with --tensor-parallel ranks, and compares the
 words and the speed. At the end it kills a rank, and shows what is told. With two GPUs:

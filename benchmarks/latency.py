@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.shapes import fill_pages, random_target, shape_named
+from benchmarks.shapes import fill_pages, random_draft, random_target, shape_named
 from longspec.attention import choose_backend
 from longspec.bench.environment import PeakMemory, copy_bandwidth
 from longspec.bench.summary import Spread
@@ -24,7 +24,6 @@ from longspec.decoding.sampling import Sampling
 from longspec.engine.costs import known_costs
 from longspec.engine.device import Report
 from longspec.engine.engine import Engine
-from longspec.engine.load import prepare_draft
 from longspec.engine.loop import IN_FLIGHT
 from longspec.engine.make import make_engine
 from longspec.engine.memory import page_size
@@ -186,9 +185,7 @@ def measure_latency(
     target.attention = attention
     pack(target.blocks, precision)
     pack_ends(target, precision)
-    draft = GlideDraft(config, setting.draft)
-    draft.initialise(torch.Generator().manual_seed(0))
-    drafting = prepare_draft(draft.to(device=device, dtype=dtype), target)
+    drafting = random_draft(target, setting.draft)
     replays = device.type == "cuda" and _can_fuse(target)
     found = Latencies(setting, device, dtype, replays, bandwidth, [], [])
     for context in setting.contexts:

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.shapes import fill_pages
+from benchmarks.shapes import fill_pages, random_draft
 from longspec import LongSpec
 from longspec.config import DraftConfig
 from longspec.decoding.methods import VANILLA, Method, Seq
@@ -22,9 +22,7 @@ from longspec.decoding.round import forward_chain_or_tree, run_round
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 from longspec.engine.engine import Engine
-from longspec.engine.load import prepare_draft
 from longspec.engine.make import make_engine
-from longspec.models.draft import GlideDraft
 from longspec.models.target import Transformer
 
 CONTEXTS = (128, 512, 2048)
@@ -63,9 +61,7 @@ def _engine(target: Transformer, draft_dtype: str, draft_vocab: int) -> Engine:
     config = DraftConfig(
         cross_layers=thirds, use_feature=True, final_norm=True, qkv_bias=False, draft_vocab=draft_vocab
     )
-    draft = GlideDraft(target.config, config)
-    draft.initialise(torch.Generator().manual_seed(0))
-    drafting = prepare_draft(draft, target, draft_dtype)
+    drafting = random_draft(target, config, draft_dtype)
     engine = make_engine(target, *drafting, max_length=max(CONTEXTS) + 64, max_rows=1)
     fill_pages(engine.models.pages)
     return engine

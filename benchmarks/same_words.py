@@ -16,19 +16,15 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-import torch
-
-from benchmarks.shapes import random_target, shape_named
+from benchmarks.shapes import random_draft, random_target, shape_named
 from longspec import LongSpec
 from longspec.attention import choose_backend
 from longspec.config import DraftConfig
 from longspec.decoding.methods import Lookup, MethodChoice, Seq, Tree, Vanilla
 from longspec.decoding.sampling import Sampling
 from longspec.engine.engine import Engine
-from longspec.engine.load import prepare_draft
 from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
-from longspec.models.draft import GlideDraft
 from longspec.models.layers import pack_linears
 from longspec.models.placement import pick_device, pick_dtype
 
@@ -115,9 +111,7 @@ def _random(arguments: argparse.Namespace) -> Asked:
     target = random_target(config, device, dtype)
     target.attention = choose_backend("auto")
     pack_linears(target)
-    draft = GlideDraft(config, DraftConfig())
-    draft.initialise(torch.Generator().manual_seed(0))
-    drafting = prepare_draft(draft.to(device=device, dtype=dtype), target)
+    drafting = random_draft(target, DraftConfig())
     engine = make_engine(
         target, *drafting, max_length=arguments.length + arguments.max_tokens + 64,
         max_rows=max(arguments.rows), exact=arguments.exact,

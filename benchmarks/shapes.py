@@ -1,4 +1,4 @@
-"""Targets by shape alone, with random weights: time and memory can be measured without a download."""
+"""Targets and drafts by shape alone, with random weights, to measure time and memory without a download."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from longspec.cache import Pages
-from longspec.config import ModelConfig, RopeConfig
+from longspec.config import DraftConfig, ModelConfig, RopeConfig
+from longspec.engine.load import prepare_draft
 from longspec.errors import UserError
+from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.target import Transformer
 
 SHAPES: dict[str, ModelConfig] = {
@@ -75,6 +77,15 @@ def random_target(
         else:
             nn.init.normal_(weight, std=0.02, generator=generator)
     return target.requires_grad_(False).eval()
+
+
+def random_draft(
+    target: Transformer, config: DraftConfig, draft_dtype: str = "auto"
+) -> tuple[GlideDraft, DraftHead]:
+    """A draft for this target, ready for decoding, and its part of the target's head."""
+    draft = GlideDraft(target.config, config)
+    draft.initialise(torch.Generator().manual_seed(0))
+    return prepare_draft(draft.to(device=target.device, dtype=target.dtype), target, draft_dtype)
 
 
 @torch.inference_mode()

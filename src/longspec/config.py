@@ -128,7 +128,7 @@ def spread_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(num_layers - 1 - 4 * step, num_layers, step) if layer >= 0)
 
 
-# What ranks divide, by its name in a Hugging Face config.
+# The sizes that the ranks divide among themselves: the name in a Hugging Face config, and ours.
 _DIVIDED = {
     "num_key_value_heads": "num_kv_heads",
     "num_attention_heads": "num_heads",

@@ -395,7 +395,8 @@ def make_device(
 ) -> Device:
     """A device with pages and slots of this size, and room for trees of so many nodes."""
     first: Any = target.blocks[0]
-    # Its own count of heads: tensor parallelism in training leaves it a share of the target's.
+    # The layer's number of KV heads, because with tensor parallelism in training it has only some of the
+    # config's.
     shape = replace(target.config, num_kv_heads=first.attention.num_kv_heads)
     pages = Pages.empty(shape, size.num_pages, size.page_size, target.device, target.kv_dtype)
     models = Models(target, pages, target.can_fuse, draft, head, exact)

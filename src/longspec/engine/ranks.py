@@ -152,7 +152,7 @@ class Ranks:
     def _accept(self) -> None:
         """Wait until every rank has connected."""
         end = time.monotonic() + _SLOW
-        # In a folder that only this user can enter, because messages are pickled.
+        # The socket is in a folder that only this user can open, because reading a pickle can run code.
         with (
             tempfile.TemporaryDirectory(prefix="longspec-") as folder,
             socket.socket(socket.AF_UNIX) as server,

@@ -117,8 +117,9 @@ def _several_rows(
     num_rows = value.numel() // num_in
     out = torch.empty(*value.shape[:-1], num_out, dtype=dtype or value.dtype, device=value.device)
     run = 0 if scales is None or scales.shape[1] == 1 else num_in // scales.shape[1]
-    tile = _tile(num_rows, weight, gated, exact)
-    if scales is not None:
+    if scales is None:
+        tile = _tile(num_rows, weight, gated, exact)
+    else:
         tile = tile_of_bytes(num_rows, weight, value.dtype, gated, exact, run)
     grid = (triton.cdiv(num_out, tile.num_cols), triton.cdiv(num_rows, tile.num_rows))
     made = triton.cdiv(num_out, GROUP.value) if exact else grid[0]
@@ -171,16 +172,19 @@ class Tile:
     """Whether the hardware copies whole tiles."""
 
 
-def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
-    """The tile that was fastest on an H200, reduced to what the GPU can hold.
-
-    If `exact`, the depth is not split, and the interpreter has one tile for any number of rows: the bits of
-    numpy's products depend on it.
-    """
+def _tile_rows(num_rows: int, weight: Tensor, exact: bool) -> tuple[int, int]:
+    """For how many rows to choose a tile, and how many it has, if they are few. If `exact`, the interpreter
+    has one tile for any number of rows, because the bits of numpy's products depend on it."""
     if exact and not weight.is_cuda:
         num_rows = MOST_ROWS
+    return num_rows, 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+
+
+def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
+    """The tile that was fastest on an H200, reduced to what the GPU can hold. If `exact`, the depth is not
+    split."""
+    num_rows, rows = _tile_rows(num_rows, weight, exact)
     sms, shared = gpu_size(weight.device)
-    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     # If all tiles of 32 columns run at once, each needs more reads in flight.
     few, deep = weight.shape[0] <= 32 * sms, weight.shape[1] > 1024
     if weight.dtype == torch.float32:
@@ -212,10 +216,8 @@ def tile_of_bytes(
     More than 16 rows are read by every tile of columns and have twice the bytes of as many weights, so tiles
     have more columns. The depth is at most a `run` of weights with one scale.
     """
-    if exact and not weight.is_cuda:
-        num_rows = MOST_ROWS
+    num_rows, rows = _tile_rows(num_rows, weight, exact)
     sms, shared = gpu_size(weight.device)
-    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     few = weight.shape[0] <= 32 * sms
     if dtype == torch.float32:
         tile = Tile(rows, 16, 32, 4, 4)
@@ -256,8 +258,8 @@ def covers(x: Tensor, weight: Tensor) -> bool:
 
 
 def covers_bytes(x: Tensor) -> bool:
-    """Whether to use `few_rows` for a product with a weight of 8 bits. It takes more rows than with others,
-    because without our kernels the weight must be expanded first."""
+    """Whether to use `few_rows` for a product with a weight of 8 bits. The limit is higher than for other
+    weights, because without our kernels the weight must be expanded first."""
     return x.numel() // x.shape[-1] <= _MOST_ROWS_OF_BYTES
 
 

@@ -123,7 +123,7 @@ class Int8TargetLinear(RoundedLinear):
 
 
 class Int4Linear(RoundedLinear):
-    """4-bit weights; every 32 of them share a bf16 scale and a bf16 zero. The input is rounded to bf16.
+    """4-bit weights. Each group of 32 has one bf16 scale and one bf16 zero point. Inputs are rounded to bf16.
 
     The 4-bit values of a GGUF are kept; only its scales are rounded.
     """

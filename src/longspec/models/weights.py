@@ -68,7 +68,7 @@ _FP8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype that a target computes in, and the form of its weights."""
+    """The dtype in which a target computes, and the type in which its weights are kept."""
 
     dtype: torch.dtype
     rounding: Rounding | None = None

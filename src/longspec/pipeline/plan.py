@@ -265,7 +265,7 @@ class _Planner:
         )
 
     def _kinds(self) -> dict[str, _Kind]:
-        """A target without a chat template continues documents, and prompts as if they were some."""
+        """A target without a chat template continues documents. For it, prompts are documents too."""
         if self._has_template:
             return _KINDS
         return {

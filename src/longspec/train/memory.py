@@ -5,7 +5,7 @@ from __future__ import annotations
 from longspec.config import DraftConfig, ModelConfig
 from longspec.train.losses import CHUNK_BYTES
 
-# A weight of the draft: bf16, its fp32 master, its gradient and two moments.
+# Bytes per weight of the draft: the bf16 weight, its fp32 copy, its gradient and two moments.
 _STATE_BYTES = 18
 # Scores of a chunk that exist at once: of draft and target, their exponents, the gradient.
 _CHUNKS = 4

@@ -94,7 +94,8 @@ def draft_chain(parts: Parts, roots: Roots, num_tokens: int, cross: CrossAttenti
 
 
 def read_text(parts: Parts, row: int, tokens: Tensor, first: int) -> None:
-    """Bring tokens [T] of a text, the first one at position `first`, into a row of the ring."""
+    """Compute the keys and values of tokens [T] at positions `first`, `first` + 1, ..., and write them into a
+    row of the ring."""
     positions = torch.arange(first, first + len(tokens), device=tokens.device)[None]
     qkv = parts.draft.enter(parts.embed(tokens[None]), PLAIN)
     _, k, v = parts.draft.heads(qkv, parts.rope(positions))

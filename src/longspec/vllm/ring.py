@@ -95,7 +95,7 @@ class RingRows:
         return self._num_read[request] if self._num_read[request] <= root else 0
 
     def note_read(self, request: str, root: int) -> None:
-        """The ring holds the request's text up to `root`."""
+        """Note that the ring now holds the request's text up to and including position `root`."""
         self._num_read[request] = root + 1
 
     def _release(self, request: str) -> None:

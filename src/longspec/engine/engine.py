@@ -184,20 +184,24 @@ class Engine:
                 self.cancel(sequence)
 
     def lead(self, is_done: Callable[[], bool]) -> None:
-        """Run turns, or wait while another thread does, until `is_done`, which is asked after each turn."""
-        while not is_done():
-            if self._leads.acquire(blocking=False):
-                try:
-                    self._leader = threading.get_ident()
-                    while not is_done():
-                        self._work()
-                finally:
-                    self._leader = None
-                    self._leads.release()
-                    self._tell()
-            else:
-                with self._news:
-                    self._news.wait_for(lambda: is_done() or self._leader is None, timeout=_LONGEST_WAIT)
+        """Run turns, or wait while another thread does, until `is_done`, which is asked after each turn.
+
+        Ctrl-C takes effect between two turns.
+        """
+        with undisturbed() as pressed:
+            while not (is_done() or pressed):
+                if self._leads.acquire(blocking=False):
+                    try:
+                        self._leader = threading.get_ident()
+                        while not (is_done() or pressed):
+                            self._work()
+                    finally:
+                        self._leader = None
+                        self._leads.release()
+                        self._tell()
+                else:
+                    with self._news:
+                        self._news.wait_for(lambda: is_done() or self._leader is None, timeout=_LONGEST_WAIT)
 
     @contextlib.contextmanager
     def serving(self, after_turn: Callable[[], object] = lambda: None) -> Iterator[None]:
@@ -218,8 +222,8 @@ class Engine:
             thread.join()
 
     def _work(self) -> None:
-        """One turn, which Ctrl-C does not break off; an error in it ends every sequence, not the engine."""
-        with undisturbed(), torch.inference_mode(), on_device(self.models.target.device):
+        """One turn; an error in it ends every sequence, not the engine."""
+        with torch.inference_mode(), on_device(self.models.target.device):
             try:
                 if self._take_orders():
                     self.loop.turn()

@@ -10,16 +10,21 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block: an interrupted turn leaves rows and pages half written."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def undisturbed() -> Iterator[list[Any]]:
+    """Delay Ctrl-C to the end of the block; the list tells whether it was pressed.
+
+    An interrupted turn would leave rows and pages half written, and an interrupted leader its lock taken.
+    """
     pressed: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda *what: pressed.append(what))
+    before = signal.getsignal(signal.SIGINT)
+    # Only the main thread is interrupted, and not by a signal that is ignored or ends the process.
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield pressed
+        return
+    signal.signal(signal.SIGINT, lambda *what: pressed.append(what))
     try:
-        yield
+        yield pressed
     finally:
         signal.signal(signal.SIGINT, before)
-    if pressed and callable(before):
+    if pressed:
         before(*pressed[0])

@@ -9,9 +9,8 @@ FROM python:3.12-slim
 ARG TORCH=cpu
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
-# Triton compiles a small launcher with the C compiler when it starts.
-RUN if [ "$TORCH" = cuda ]; then apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
-    && rm -rf /var/lib/apt/lists/*; fi
+# Our code for the CPU, and a small launcher of Triton, are compiled when they are first used.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/longspec
 COPY constraints.txt ./

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longspec.attention import AttentionPlan, choose_backend, merge
-from longspec.attention.base import BACKENDS
+from longspec.attention import AttentionPlan, base, choose_backend, merge
 from longspec.attention.reference import ReferenceAttention
 from longspec.errors import UserError
 from longspec.kernels import attention as kernels
+from longspec.native.build import library
 from tests.kernels.paged import places, random_tables
 
+BACKENDS = [name for name in base.BACKENDS if name != "native" or library() is not None]
 # B, T, K, G, D and the rows' prefix lengths: odd sizes, empty prefixes, one row and several
 SHAPES = [
     (1, 1, 3, 3, 64, [0]),

@@ -16,7 +16,7 @@ from longspec.errors import UserError, check_known
 if TYPE_CHECKING:
     from longspec.kernels.exact import Paths
 
-BACKENDS = ("torch", "triton", "reference")
+BACKENDS = ("torch", "native", "triton", "reference")
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +150,7 @@ def by_layer(
 
 
 def choose_backend(name: str = "auto") -> Attention:
-    """The backend called `name`; `auto` means our kernels if there is a GPU for them, else torch's."""
+    """The backend called `name`; `auto` means our own if this machine can have it, else torch's."""
     check_known("attention backend", name, ("auto", *BACKENDS))
     if name == "reference":
         from longspec.attention.reference import ReferenceAttention
@@ -162,9 +162,14 @@ def choose_backend(name: str = "auto") -> Attention:
         from longspec.attention.triton_backend import TritonAttention
 
         return TritonAttention()
+    from longspec.attention.native_backend import NativeAttention
     from longspec.attention.torch_backend import TorchAttention
+    from longspec.native.build import library
 
-    return TorchAttention()
+    if name == "native" and library() is None:
+        raise UserError("attention backend 'native' needs a C compiler, such as gcc")
+    is_native = name == "native" or (name == "auto" and library() is not None)
+    return NativeAttention() if is_native else TorchAttention()
 
 
 def _has_gpu_for_kernels() -> bool:

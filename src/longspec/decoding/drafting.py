@@ -21,6 +21,7 @@ from longspec.decoding.tree import TokenTree, ancestors
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.draft_passes import FusedDraftPass, PlainDraftPass
 from longspec.models.layers import look_up
+from longspec.models.native import ops_of
 
 if TYPE_CHECKING:
     from longspec.kernels.norm import Residual
@@ -167,7 +168,7 @@ class _PlainDrafting(_Drafting):
                 self.replaced = ring.get(self.taken)
         run = PlainDraftPass(
             self.draft, ring, self.models.pages, target.attention, self.plan, target.rope(positions),
-            entries, level.start, self._sees(level, depth), len(level),
+            entries, level.start, self._sees(level, depth), len(level), ops_of(self.draft.qkv),
         )  # fmt: skip
         x = look_up(target.table, tokens)
         stream = x[:, : len(level)]

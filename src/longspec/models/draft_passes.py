@@ -46,10 +46,10 @@ class PlainDraftPass:
         # Each node of a round lags at least 1, so it may see the whole prefix.
         cos, sin = (part[:, : self.num_queries] for part in self.rope)
         heads = rotate(queries.unflatten(-1, (-1, self.draft.head_dim)), cos, sin)
-        layers = self.draft.config.layers_of(self.draft.target_config)
+        cross = _cross_pages(self.pages, self.draft.config.layers_of(self.draft.target_config))
         outs = [
-            self.attention.prefix(q, *self.pages.layer(layer), self.plan)[0]
-            for q, layer in zip(heads.to(self.pages.keys.dtype).chunk(len(layers), 2), layers, strict=True)
+            self.attention.prefix(q, *pair, self.plan)[0]
+            for q, pair in zip(heads.to(self.pages.keys.dtype).chunk(len(cross), 2), cross, strict=True)
         ]
         return torch.cat(outs, 2).flatten(2).to(queries.dtype)
 

@@ -1,4 +1,4 @@
-"""An int8 copy of the draft's matrices, for the CPU.
+"""An int8 copy of the draft's matrices, for the CPU: by our C code, or by torch where there is no C compiler.
 
 A pass of the draft takes as long as reading its weights. In int8 they need a quarter of the bytes and stay in
 the processor's cache between the passes of a round. Rounding changes what is proposed, never what is emitted.
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from longspec.errors import UserError, check_known
 from longspec.models.eight_bit import EightBitForm, form_of
 from longspec.models.layers import CpuLinear, Linear, LinearForm
+from longspec.models.native import TINY, NativeLinear, has_native_products
 
 DRAFT_DTYPES = ("auto", "int8", "target")
 
@@ -25,7 +26,7 @@ class Int8Linear(CpuLinear):
     def __init__(self, linear: Linear) -> None:
         super().__init__()
         # Without VNNI the sum of two products must fit in 16 bits, so weights have 7 bits there.
-        self._packed = pack_int8(linear, 127 if has_vnni() else 63, linear.bias)
+        self._packed = _pack(linear, 127 if has_vnni() else 63)
 
     @staticmethod
     def supports(linear: Linear) -> bool:
@@ -45,26 +46,20 @@ class Int8Linear(CpuLinear):
         return result
 
 
-TINY = torch.finfo(torch.float32).tiny
-
-
 def has_int8_products() -> bool:
     """Whether this build of torch has them for this processor."""
     return torch.backends.quantized.engine in ("x86", "fbgemm") and hasattr(torch, "quantize_per_channel")
 
 
-def pack_int8(linear: Linear, largest: int, bias: Tensor | None, unit: float = 1.0) -> Any:
-    """The weights rounded to -largest..largest by a scale per row, and their product times `unit`, laid out
-    for the kernel."""
+def _pack(linear: Linear, largest: int) -> Any:
+    """The weights rounded to -largest..largest by a scale per row, laid out for the kernel."""
     weight = linear.weight.detach()
     scales = weight.abs().amax(1).clamp(min=TINY).double() / largest
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*quantize_per_channel.*")
         zeros = torch.zeros(len(scales), dtype=torch.int64)
         rounded = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
-        if unit != 1:
-            rounded = torch._make_per_channel_quantized_tensor(rounded.int_repr(), scales * unit, zeros, 0)
-    return torch.ops.quantized.linear_prepack(rounded, None if bias is None else bias.detach())
+    return torch.ops.quantized.linear_prepack(rounded, None if linear.bias is None else linear.bias.detach())
 
 
 def check_draft_dtype(draft_dtype: str) -> None:
@@ -86,7 +81,9 @@ def pick_draft_form(draft_dtype: str, draft: nn.Module, target: nn.Module) -> Li
         raise UserError(
             "draft_dtype 'int8' needs float32 on an x86 CPU, and finite weights; use 'auto' or 'target'"
         )
-    return Int8Linear if possible and draft_dtype != "target" else None
+    if not possible or draft_dtype == "target":
+        return None
+    return NativeLinear if has_native_products() else Int8Linear
 
 
 def has_vnni() -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from longspec.attention import Attention, AttentionPlan
 from longspec.cache import Pages
 from longspec.models.layers import PLAIN, ForwardPass, Ops, Rope, SelfAttention
+from longspec.models.native import NativePass, ops_of
 from longspec.models.target import Transformer
 
 if TYPE_CHECKING:
@@ -84,10 +85,14 @@ def paged_pass(
     the last layer computes keys and values and nothing else.
     """
     if not fused:
+        native = NativePass.over(target, pages, positions, places, plan, end)
+        if native is not None:
+            return native
+        ops = ops_of(target.first_attention.qkv)
         cos, sin = target.rope(positions)
         if pages.keys.dtype == torch.float64:  # once for all layers
             cos, sin = cos.double(), sin.double()
-        return PlainPass(pages, places, (cos, sin), target.attention, plan, end)
+        return PlainPass(pages, places, (cos, sin), target.attention, plan, end, ops)
     from longspec.models.fused import FusedOps
 
     table, ops = target.rope.table, FusedOps(exact=plan.paths is not None)

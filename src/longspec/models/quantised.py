@@ -1,9 +1,8 @@
 """A target's weights in fewer bytes, on a CPU: forms of a `Linear` and of the embedding.
 
 Decoding one sequence takes as long as reading the weights. The product of a row has the same bits in any
-batch, so a tree's node gets the numbers of a vanilla step. The reasons: each row is rounded by its own scale,
-the order of integer sums does not matter, and torch's other kernels add each row in the same order in any
-batch.
+batch, so a tree's node gets the numbers of a vanilla step: torch's kernels add each row in the same order in
+any batch. int8 is in `longspec.models.native`.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspec.models.int8 import TINY, has_int8_products, has_vnni, pack_int8
 from longspec.models.layers import CpuLinear, Linear
+from longspec.models.native import TINY, has_native_products
 
 GROUP = 32
 """Weights of a row that share an int4 scale and zero; as in a GGUF."""
@@ -82,46 +81,6 @@ class Bf16Linear(RoundedLinear):
         return (weight if ids is None else weight[ids]).float()
 
 
-class Int8TargetLinear(RoundedLinear):
-    """Weights in int8 with a scale per output, and rows in two bytes.
-
-    One byte for a row's numbers costs 3.5% of SmolLM2's perplexity. So a row becomes two rows of bytes, the
-    second with what the first leaves over; up to eight rows that is nearly free, because reading the weights
-    bounds the product.
-    """
-
-    def __init__(self, linear: Linear) -> None:
-        super().__init__(linear)
-        # Without VNNI the sum of two products must fit in 16 bits, so rows have twice 7 bits there.
-        self._largest = 127 if has_vnni() else 63
-        self._packed = pack_int8(linear, 127, None, 1 / self._largest)
-        self._steps = torch.tensor([1.0, 2.0 * self._largest]).mul_(self._largest).view(2, 1, 1)
-
-    def multiply(self, rows: Tensor) -> Tensor:
-        product, peaks = self._multiply(rows)
-        return product.mul_(peaks)
-
-    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
-        if self.bias is not None:
-            return total + self(x)
-        product, peaks = self._multiply(x.reshape(-1, self.num_in))
-        return torch.addcmul(total.reshape(-1, self.num_out), product, peaks).view(total.shape)
-
-    def weight_rows(self, ids: Tensor | None) -> Tensor:
-        rounded = torch.ops.quantized.linear_unpack(self._packed)[0]
-        values, scales = rounded.int_repr(), rounded.q_per_channel_scales().float() * self._largest
-        return values * scales[:, None] if ids is None else values[ids] * scales[ids, None]
-
-    def _multiply(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The product of rows [R, in] that are scaled to a largest value of 1, and their scales, [R, 1]."""
-        # A row of zeros becomes nan, whose product the kernel makes some finite number; that times 0 is 0.
-        peaks, num_rows = rows.abs().amax(1, True), rows.shape[0]
-        both = (rows * (self._steps / peaks)).view(-1, self.num_in)
-        both[num_rows:].sub_(both[:num_rows].round_(), alpha=2 * self._largest)
-        product: Tensor = _INT8_PRODUCT(both, 1.0, self._largest + 1, self._packed)
-        return product[:num_rows].add_(product[num_rows:], alpha=0.5 / self._largest), peaks
-
-
 class Int4Linear(RoundedLinear):
     """4-bit weights. Each group of 32 has one bf16 scale and one bf16 zero point. Inputs are rounded to bf16.
 
@@ -186,7 +145,6 @@ class Int8Table(nn.Module):
 
 _FP16_PRODUCT = torch.ops.quantized.linear_dynamic_fp16.default
 _BF16_PRODUCT = torch.ops.mkldnn._linear_pointwise.default
-_INT8_PRODUCT = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
 _INT4_PRODUCT = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
 
@@ -201,5 +159,5 @@ def has_bf16_products() -> bool:
 
 
 def has_int4_products() -> bool:
-    """Whether torch has int4 products for this processor, and int8 ones for the head."""
-    return has_int8_products() and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+    """Whether torch has int4 products, and we have int8 ones for the head."""
+    return has_native_products() and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from longspec.config import ModelConfig, Quantisation
 from longspec.errors import UserError, check_known
 from longspec.models.eight_bit import KINDS, EightBitForm
-from longspec.models.int8 import has_int8_products
 from longspec.models.layers import LinearForm, PackedLinear, replace_linears
+from longspec.models.native import NativeLinear, has_native_products
 from longspec.models.quantised import (
     Bf16Linear,
     Fp16Linear,
     HalfTable,
     Int4Linear,
     Int8Table,
-    Int8TargetLinear,
     has_bf16_products,
     has_fp16_products,
     has_int4_products,
@@ -40,11 +39,13 @@ class Rounding:
     table_bytes: float
     """Per weight of the head, and of the embedding if that is rounded."""
     is_possible: Callable[[], bool]
-    """Whether torch has the products for this processor."""
-    rounds_rows: bool = True
-    """Whether what a product reads is rounded too."""
+    """Whether there are products for this processor."""
+    wide_attention: bool = True
+    """Whether attention runs in fp64: if products round what they read, and torch attends."""
+    needs: str = "a processor for which torch has such products"
 
 
+_CODE = "a C compiler on this machine, such as gcc (or one that CC names)"
 # On a CPU.
 ROUNDINGS = {
     "float16": Rounding(
@@ -53,9 +54,10 @@ ROUNDINGS = {
     "bfloat16": Rounding(
         Bf16Linear, Bf16Linear, partial(HalfTable, dtype=torch.bfloat16), 2, 2, has_bf16_products
     ),
-    "int8": Rounding(Int8TargetLinear, Int8TargetLinear, Int8Table, 1, 1, has_int8_products),
+    # Our C code attends with int8, in an order that depends on the text alone.
+    "int8": Rounding(NativeLinear, NativeLinear, Int8Table, 1, 1, has_native_products, False, _CODE),
     # An int4 head or embedding would cost more words than it saves bytes.
-    "int4": Rounding(Int4Linear, Int8TargetLinear, Int8Table, 0.625, 1, has_int4_products),
+    "int4": Rounding(Int4Linear, NativeLinear, Int8Table, 0.625, 1, has_int4_products, needs=_CODE),
 }
 # On a GPU, by our kernels. The embedding stays as it is: a step reads only a few of its rows.
 GPU_ROUNDINGS = {
@@ -87,7 +89,7 @@ class Precision:
         """The dtype of keys and values. If products round their input, a difference in the last bit can grow
         to a whole rounding step. So attention then runs in fp64, where the order of its sums does not change
         the fp32 result."""
-        return torch.float64 if self.rounding and self.rounding.rounds_rows else self.dtype
+        return torch.float64 if self.rounding and self.rounding.wide_attention else self.dtype
 
     @property
     def stored_kind(self) -> torch.dtype | None:
@@ -135,7 +137,7 @@ def pick_precision(
         )
     rounding = ROUNDINGS[weights]
     if not rounding.is_possible():
-        raise UserError(f"weights {weights!r}: torch has no such products for this processor; use auto")
+        raise UserError(f"weights {weights!r} need {rounding.needs}; use auto")
     return Precision(dtype, rounding, weights)
 
 

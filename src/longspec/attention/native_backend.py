@@ -1,0 +1,96 @@
+"""Attention on a CPU by our C code, for few queries; with many, torch's kernels are faster."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longspec.attention.base import AttentionPlan
+from longspec.attention.torch_backend import TorchAttention
+from longspec.native.build import Context, code
+
+_MOST_QUERIES = 64
+# Heads of whole vectors.
+_HEAD_DIMS = range(16, 257, 16)
+
+
+class NativeAttention(TorchAttention):
+    """A query gets the same bits whatever is computed beside it: keys are added in the order of its text."""
+
+    def covers(self, k: Tensor, num_queries: int) -> bool:
+        """Whether the C code attends with so many queries per row to keys like k."""
+        fits = k.dtype == torch.float32 and k.shape[-1] in _HEAD_DIMS and k.stride(-1) == 1
+        return fits and k.device.type == "cpu" and num_queries <= _MOST_QUERIES
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+        if not self.covers(k, q.shape[1]):
+            return super().attend(q, k, v, plan)
+        return _attend(q, k, v, plan.lengths, own=plan.num_new, sees=plan.tree, plan=plan)
+
+    def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+        if not self.covers(k, q.shape[1]):
+            return super().prefix(q, k, v, plan)
+        return _attend(q, k, v, plan.lengths, plan=plan)
+
+    def masked(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.covers(k, q.shape[1]):
+            return super().masked(q, k, v, sees)
+        return _attend(q, k, v, None, own=k.shape[2], sees=sees)
+
+    def filled(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.covers(k, q.shape[1]):
+            return super().filled(q, k, v, counts)
+        return _attend(q, k, v, counts)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    own: int = 0,
+    sees: Tensor | None = None,
+    plan: AttentionPlan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Queries over the first `lengths` keys and those of the `own` next ones that they see. With a plan, keys
+    are in its pages, of one layer or several; without one, each row has its own."""
+    B, T, H, D = q.shape
+    if q.stride()[2:] != (D, 1) or q.stride(0) != T * q.stride(1):
+        q = q.contiguous()
+    if v.stride() != k.stride() or k.stride()[-2:] != (D, 1):
+        k, v = k.contiguous(), v.contiguous()
+    lengths = None if lengths is None else lengths.contiguous()
+    sees = None if sees is None else sees.contiguous()
+    tables = None if plan is None else plan.tables.contiguous()
+    context = Context(
+        keys=k.data_ptr(),
+        values=v.data_ptr(),
+        head_stride=k.stride(-3),
+        num_rows=B,
+        num_queries=T,
+        num_heads=H,
+        head_dim=D,
+        num_layers=1,
+        num_kv_heads=k.shape[-3],
+        query_stride=q.stride(1),
+        lengths=None if lengths is None else lengths.data_ptr(),
+        num_own=own,
+        sees=None if sees is None else sees.data_ptr(),
+        sees_stride=T * own if sees is not None and sees.ndim == 3 else 0,
+        window=-1,
+    )
+    if plan is None or tables is None:
+        context.row_stride = k.stride(0)
+    else:
+        context.tables, context.page_size, context.num_pages = (
+            tables.data_ptr(),
+            plan.page_size,
+            tables.shape[1],
+        )
+        if k.ndim == 4:
+            context.num_layers, context.layer_stride = k.shape[0], k.stride(0)
+        if plan.window is not None:
+            context.sinks, context.window = plan.sinks, plan.window
+    out, lse = q.new_empty(B, T, H, D), q.new_empty(B, T, H)
+    code().attend(context, q.data_ptr(), out.data_ptr(), lse.data_ptr(), torch.get_num_threads())
+    return out, lse

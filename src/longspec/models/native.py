@@ -1,0 +1,201 @@
+"""Decoding on a CPU by our C code (`native/decode.c`): int8 products with all that is around them, and KV.
+
+A token gets the same bits alone, as a node of a tree and beside other sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longspec.attention import AttentionPlan
+from longspec.attention.native_backend import NativeAttention
+from longspec.cache import Pages
+from longspec.models.layers import (
+    PLAIN,
+    CpuLinear,
+    FeedForward,
+    Linear,
+    Ops,
+    PlainOps,
+    Reader,
+    RMSNorm,
+    SelfAttention,
+    Stream,
+)
+from longspec.native.build import Matrix, Writing, code, library
+
+if TYPE_CHECKING:
+    from longspec.models.target import Transformer
+
+TINY = torch.finfo(torch.float32).tiny
+_LARGEST_SUM = 2**31 - 1
+# What a product does with its input first, as in decode.c.
+_PLAIN, _NORM, _GATED = range(3)
+
+
+class NativeLinear(CpuLinear):
+    """A frozen `Linear` on the CPU: int8 weights with a scale per output, and rows in 16 bits or less.
+
+    A row is rounded by its own largest value, to as many steps as its sums of products leave room for in 32
+    bits: 11,008 for 1,536 inputs.
+    """
+
+    weight: Tensor
+    scales: Tensor
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        plain = linear.weight.detach()
+        self.num_out, self.num_in = plain.shape
+        scales = plain.abs().amax(1).clamp(min=TINY) / 127
+        rounded = (plain / scales[:, None]).round_().to(torch.int8)
+        # Blocks of outputs, and of these, pairs of inputs: [outputs / lanes, inputs / 2, lanes, 2].
+        lanes = code().lanes()
+        missing = -self.num_out % lanes
+        padded = F.pad(rounded, (0, self.num_in % 2, 0, missing))
+        blocks = padded.unflatten(0, (-1, lanes)).unflatten(2, (-1, 2))
+        self.register_buffer("weight", blocks.transpose(1, 2).contiguous())
+        self.register_buffer("scales", F.pad(scales, (0, missing)))
+        self.bias = None if linear.bias is None else F.pad(linear.bias.detach(), (0, missing))
+        self._matrix = Matrix(
+            self.weight.data_ptr(),
+            self.scales.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            self.num_in,
+            self.num_out,
+            min(2**15 - 1, _LARGEST_SUM // (127 * self.num_in)),
+        )
+
+    @staticmethod
+    def supports(linear: Linear) -> bool:
+        """Whether `linear` has this form; that there is a compiler is checked before anything is loaded."""
+        return linear.weight.device.type == "cpu" and linear.weight.dtype == torch.float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias."""
+        return self._multiply(_PLAIN, x)
+
+    def normed(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        """The product of the normed x."""
+        return self._multiply(_NORM, x, norm)
+
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+        """Add the product of x to `total`, in place."""
+        return self._multiply(_PLAIN, x, total=total)
+
+    def add_gated(self, total: Tensor, gate_up: Tensor) -> Tensor:
+        """Add the product of silu(gate) * up to `total`, in place."""
+        return self._multiply(_GATED, gate_up, total=total)
+
+    def weight_rows(self, ids: Tensor | None) -> Tensor:
+        """Rows of the weight as they are used, in fp32; all of them for None."""
+        plain = self.weight.transpose(1, 2).flatten(2).flatten(0, 1)[: self.num_out, : self.num_in]
+        if ids is None:
+            return plain * self.scales[: self.num_out, None]
+        return plain[ids] * self.scales[ids, None]
+
+    def _multiply(
+        self, form: int, x: Tensor, norm: RMSNorm | None = None, total: Tensor | None = None
+    ) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty(*x.shape[:-1], self.num_out) if total is None else total.contiguous()
+        weight, eps = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
+        adds, threads = total is not None, torch.get_num_threads()
+        rows = out.numel() // self.num_out
+        code().product(self._matrix, form, x.data_ptr(), weight, eps, rows, adds, out.data_ptr(), threads)
+        return out
+
+
+def has_native_products() -> bool:
+    """Whether this machine can compile them."""
+    return library() is not None
+
+
+class NativeOps(PlainOps):
+    """What is around products, computed with them."""
+
+    def normed_linear(self, reader: Reader, stream: Stream) -> tuple[Tensor, Stream]:
+        norm, linear = reader
+        return _native(linear).normed(norm, stream), stream
+
+    def feed_forward(
+        self, ffn: FeedForward, norm: RMSNorm, stream: Stream, following: Reader | None
+    ) -> Stream:
+        return _native(ffn.down).add_gated(stream, _native(ffn.gate_up).normed(norm, stream))
+
+
+def _native(linear: nn.Module) -> NativeLinear:
+    assert isinstance(linear, NativeLinear)
+    return linear
+
+
+NATIVE = NativeOps()
+
+
+def ops_of(linear: nn.Module) -> Ops:
+    """What goes with linears like this one."""
+    return NATIVE if isinstance(linear, NativeLinear) else PLAIN
+
+
+@dataclass(frozen=True)
+class NativePass:
+    """Writes the new tokens' KV into the pages and attends, for few tokens per row."""
+
+    pages: Pages
+    attention: NativeAttention
+    plan: AttentionPlan
+    end: AttentionPlan | None
+    writing: Writing
+    kept: tuple[Tensor, ...]
+    """What `writing` points to."""
+    ops: Ops
+
+    @classmethod
+    def over(
+        cls,
+        target: Transformer,
+        pages: Pages,
+        positions: Tensor,
+        places: Tensor,
+        plan: AttentionPlan,
+        end: AttentionPlan | None,
+    ) -> NativePass | None:
+        """A pass as `paged_pass` describes it; None where this cannot do it."""
+        attention, first = target.attention, target.first_attention
+        if not isinstance(attention, NativeAttention) or not attention.covers(pages.keys, positions.shape[1]):
+            return None
+        # In training a norm may be empty, or torch's own kind of share.
+        if first.q_norm is not None and type(first.q_norm.weight.data) is not Tensor:
+            return None
+        kept = (places.contiguous(), positions.contiguous(), target.rope.table)
+        _, num_kv_heads, num_entries, head_dim = pages.keys.shape
+        writing = Writing(
+            num_entries=num_entries,
+            num_heads=first.num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            num_tokens=positions.numel(),
+            places=kept[0].data_ptr(),
+            positions=kept[1].data_ptr(),
+            angles=kept[2].data_ptr(),
+            num_angles=kept[2].shape[1],
+        )
+        return cls(pages, attention, plan, end, writing, kept, ops_of(first.qkv))
+
+    def attend(self, module: SelfAttention, qkv: Tensor) -> Tensor:
+        k, v = self.pages.layer(module.layer)
+        to, plan, qkv = self.writing, self.plan, qkv.contiguous()
+        to.keys, to.values = k.data_ptr(), v.data_ptr()
+        if module.q_norm is not None and module.k_norm is not None:
+            to.q_norm, to.k_norm = module.q_norm.weight.data_ptr(), module.k_norm.weight.data_ptr()
+            to.eps = module.q_norm.eps
+        code().rope_write(to, qkv.data_ptr())
+        q = qkv.unflatten(-1, (-1, module.head_dim))[:, :, : module.num_heads]
+        if self.end is not None and module.layer == self.pages.num_layers - 1:
+            plan, q = self.end, q[:, -self.end.num_new :]
+        return self.attention.attend(q, k, v, plan)[0].flatten(2)

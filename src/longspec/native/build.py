@@ -1,0 +1,141 @@
+"""Compile `decode.c` with the machine's C compiler, once, and load it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from longspec.hub import cache_dir
+
+_SOURCE = Path(__file__).with_name("decode.c")
+_COMPILERS = ("cc", "gcc", "clang")
+_FLAGS = ("-O3", "-march=native", "-pthread", "-shared", "-fPIC", "-std=gnu11")
+# Compilers prefer half of AVX-512's width, which is slower here.
+_X86_FLAGS = ("-mprefer-vector-width=512",)
+# Seconds after which a compiler is given up.
+_PATIENCE = 120
+
+Pointer = ctypes.c_void_p
+_SIZE = ctypes.c_int64
+
+
+def _sizes(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
+    return tuple((name, _SIZE) for name in names)
+
+
+class Matrix(ctypes.Structure):
+    """`Matrix` in decode.c."""
+
+    _fields_ = (
+        ("weight", Pointer),
+        ("scales", Pointer),
+        ("bias", Pointer),
+        *_sizes("num_in", "num_out", "largest"),
+    )
+
+
+class Writing(ctypes.Structure):
+    """`Writing` in decode.c."""
+
+    _fields_ = (
+        ("keys", Pointer),
+        ("values", Pointer),
+        *_sizes("num_entries", "num_heads", "num_kv_heads", "head_dim", "num_tokens"),
+        ("places", Pointer),
+        ("positions", Pointer),
+        ("angles", Pointer),
+        *_sizes("num_angles"),
+        ("q_norm", Pointer),
+        ("k_norm", Pointer),
+        ("eps", ctypes.c_float),
+    )
+
+
+class Context(ctypes.Structure):
+    """`Context` in decode.c."""
+
+    _fields_ = (
+        ("keys", Pointer),
+        ("values", Pointer),
+        *_sizes("row_stride", "layer_stride", "head_stride"),
+        *_sizes("num_rows", "num_queries", "num_heads", "head_dim"),
+        *_sizes("num_layers", "num_kv_heads", "query_stride"),
+        ("lengths", Pointer),
+        *_sizes("num_own"),
+        ("sees", Pointer),
+        *_sizes("sees_stride"),
+        ("tables", Pointer),
+        *_sizes("page_size", "num_pages", "sinks", "window"),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled code, or None where no compiler is, or none that works."""
+    try:
+        loaded = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError) as error:
+        logging.getLogger(__name__).info("decode.c cannot be used: %s", error)
+        return None
+    number = ctypes.c_int
+    loaded.product.argtypes = (
+        ctypes.POINTER(Matrix), number, Pointer, Pointer, ctypes.c_float, _SIZE, number, Pointer, number,
+    )  # fmt: skip
+    loaded.rope_write.argtypes = (ctypes.POINTER(Writing), Pointer)
+    loaded.attend.argtypes = (ctypes.POINTER(Context), Pointer, Pointer, Pointer, number)
+    for function in (loaded.product, loaded.rope_write, loaded.attend):
+        function.restype = None
+    return loaded
+
+
+def code() -> ctypes.CDLL:
+    """The compiled code, which must be there."""
+    found = library()
+    assert found is not None
+    return found
+
+
+def _compiled() -> Path:
+    """The library's file, compiled now if it is not there for this code, compiler and processor."""
+    command = _compiler()
+    if not command:
+        raise FileNotFoundError(f"no C compiler ({', '.join(_COMPILERS)}) is on the path")
+    command += [*_FLAGS, *(_X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ())]
+    content = b"\0".join((_SOURCE.read_bytes(), " ".join(command).encode(), _processor()))
+    name = f"decode-{hashlib.sha256(content).hexdigest()[:16]}.so"
+    folder = cache_dir() / "native"
+    if (folder / name).exists():
+        return folder / name
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        made = Path(work) / name
+        line = [*command, str(_SOURCE), "-o", str(made), "-lm"]
+        subprocess.run(line, check=True, capture_output=True, timeout=_PATIENCE)
+        made.replace(folder / name)
+    return folder / name
+
+
+def _compiler() -> list[str]:
+    """The command that CC names, or the first compiler that there is."""
+    named = shlex.split(os.environ.get("CC", ""))
+    found = named or [name for name in _COMPILERS if shutil.which(name)][:1]
+    return found
+
+
+def _processor() -> bytes:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return platform.processor().encode()
+    told = (b"flags", b"Features", b"model name")
+    return b"\n".join(sorted({line for line in lines if line.startswith(told)}))

@@ -1,0 +1,507 @@
+/* The products and the attention of decoding on a CPU, for weights in int8 and keys and values in fp32.
+
+   What is computed for a token depends on that token and on what it sees, never on what is computed beside
+   it: integer sums have no order, all else is summed per token in a fixed order. So a node of a tree gets the
+   bits of a plain step. */
+
+#include <float.h>
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+/* Numbers in a vector, and rows that a product computes at a time: as many as registers hold sums of. */
+#if defined(__AVX512BW__)
+enum { LANES = 16, ROWS = 8 };
+#else
+enum { LANES = 8, ROWS = 2 };
+#endif
+enum { QUERIES = 4, KEYS = 64, MOST_DIM = 256 };
+
+/* Vectors need not be aligned in memory. */
+typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t Sums __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int16_t Pairs __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+
+/* A matrix [num_out, num_in]. `weight` is padded to [outputs / LANES, inputs / 2, LANES, 2], `scales` and `bias`
+   to as many outputs. */
+typedef struct {
+    const int8_t *weight;
+    const float *scales;
+    const float *bias; /* or NULL */
+    int64_t num_in, num_out, largest;
+} Matrix;
+
+/* Threads. Items of work are taken one by one, so a thread that the system holds up takes fewer of them, and the
+   others do not wait for it unless it holds one. OpenMP waits for all its threads. */
+enum { MOST_THREADS = 64, SPINS = 4000, TICKET_BITS = 20 };
+typedef void Work(void *job, int64_t item);
+static const uint64_t TICKET_MASK = (1 << TICKET_BITS) - 1;
+static struct {
+    pthread_mutex_t in_use, sleep;
+    pthread_cond_t wake;
+    _Atomic uint64_t ticket; /* which work this is, its number of items, and the next one */
+    _Atomic int64_t done;
+    _Atomic int sleepers;
+    Work *work;
+    void *job;
+    int threads; /* beside the caller's */
+} pool = {.in_use = PTHREAD_MUTEX_INITIALIZER, .sleep = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+
+static inline void pause_briefly(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+/* Take items until none is left; returns the last ticket. Whoever has an item may read the work: it stays until
+   all items are done. */
+static uint64_t take_items(void) {
+    for (;;) {
+        uint64_t ticket = atomic_fetch_add(&pool.ticket, 1);
+        if ((ticket & TICKET_MASK) >= (ticket >> TICKET_BITS & TICKET_MASK)) return ticket;
+        pool.work(pool.job, (int64_t)(ticket & TICKET_MASK));
+        atomic_fetch_add(&pool.done, 1);
+    }
+}
+
+static void *serve(void *unused) {
+    for (;;) {
+        uint64_t last = take_items() >> 2 * TICKET_BITS;
+        int spins = 0;
+        while (atomic_load(&pool.ticket) >> 2 * TICKET_BITS == last)
+            if (++spins < SPINS) {
+                pause_briefly();
+            } else {
+                pthread_mutex_lock(&pool.sleep);
+                atomic_fetch_add(&pool.sleepers, 1);
+                while (atomic_load(&pool.ticket) >> 2 * TICKET_BITS == last)
+                    pthread_cond_wait(&pool.wake, &pool.sleep);
+                atomic_fetch_sub(&pool.sleepers, 1);
+                pthread_mutex_unlock(&pool.sleep);
+            }
+    }
+    return unused;
+}
+
+/* Do the items of a job with so many threads, this one among them. */
+static void share(Work *work, void *job, int64_t items, int threads) {
+    if (threads < 2 || items < 2 || pthread_mutex_trylock(&pool.in_use)) {
+        for (int64_t item = 0; item < items; item++) work(job, item);
+        return;
+    }
+    while (pool.threads < threads - 1 && pool.threads < MOST_THREADS) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, serve, NULL)) break;
+        pthread_detach(thread);
+        pool.threads++;
+    }
+    pool.work = work;
+    pool.job = job;
+    atomic_store(&pool.done, 0);
+    uint64_t number = (atomic_load(&pool.ticket) >> 2 * TICKET_BITS) + 1;
+    atomic_store(&pool.ticket, number << 2 * TICKET_BITS | (uint64_t)items << TICKET_BITS);
+    if (atomic_load(&pool.sleepers)) {
+        pthread_mutex_lock(&pool.sleep);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.sleep);
+    }
+    take_items();
+    for (int spins = 0; atomic_load(&pool.done) < items;)
+        if (++spins < SPINS)
+            pause_briefly();
+        else
+            sched_yield();
+    pthread_mutex_unlock(&pool.in_use);
+}
+
+/* What a product does with its input first. */
+enum { PLAIN, NORM, GATED };
+
+/* How weights must be laid out. */
+int lanes(void) { return LANES; }
+
+/* LANES pairs of weights in 16 bits. */
+static inline Pairs widened(const int8_t *weights) {
+#if defined(__AVX512BW__)
+    return (Pairs)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)weights));
+#elif defined(__AVX2__)
+    return (Pairs)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)weights));
+#else
+    Pairs wide;
+    for (int l = 0; l < 2 * LANES; l++) wide[l] = weights[l];
+    return wide;
+#endif
+}
+
+/* Two numbers of a row, for each of LANES outputs. */
+static inline Pairs repeated(const int16_t *row) {
+    int32_t both;
+    memcpy(&both, row, sizeof both);
+    return (Pairs)((Sums){0} + both);
+}
+
+static inline Sums add_products(Sums sums, Pairs weights, Pairs row) {
+#if defined(__AVX512VNNI__)
+    return (Sums)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)weights, (__m512i)row);
+#elif defined(__AVX512BW__)
+    return sums + (Sums)_mm512_madd_epi16((__m512i)weights, (__m512i)row);
+#elif defined(__AVX2__)
+    return sums + (Sums)_mm256_madd_epi16((__m256i)weights, (__m256i)row);
+#else
+    for (int l = 0; l < LANES; l++)
+        sums[l] += (int32_t)weights[2 * l] * row[2 * l] + (int32_t)weights[2 * l + 1] * row[2 * l + 1];
+    return sums;
+#endif
+}
+
+static inline float exponential(float x) {
+    /* e^x = 2^n e^r with |r| <= ln 2 / 2 */
+    float y = x < -87.0f ? -87.0f : x;
+    float n = rintf(y * 1.44269504f);
+    float r = y - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return x < -87.0f ? 0.0f : p * scale;
+}
+
+static float sum_of_squares(const float *x, int64_t n) {
+    float parts[LANES] = {0}, sum = 0;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; l++) parts[l] += x[i + l] * x[i + l];
+    for (; i < n; i++) sum += x[i] * x[i];
+    for (int l = 0; l < LANES; l++) sum += parts[l];
+    return sum;
+}
+
+static void normalise(const float *x, const float *weight, float eps, int64_t n, float *out) {
+    float scale = 1.0f / sqrtf(sum_of_squares(x, n) / n + eps);
+    for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
+}
+
+/* Round a row to integers of at most `largest`; returns their unit, which is nan if the row is not finite. */
+static float round_row(const float *x, int64_t n, int64_t largest, int16_t *rounded) {
+    float peak = 0;
+    int32_t bad = 0;
+    for (int64_t i = 0; i < n; i++) {
+        float size = fabsf(x[i]);
+        bad |= !(size <= FLT_MAX);
+        peak = size > peak ? size : peak;
+    }
+    if (bad || peak < 1e-30f) {
+        memset(rounded, 0, n * sizeof *rounded);
+        return bad ? NAN : 0.0f;
+    }
+    float steps = largest / peak;
+    for (int64_t i = 0; i < n; i++) rounded[i] = (int16_t)(int32_t)rintf(x[i] * steps);
+    return peak / largest;
+}
+
+static float prepare(int form, const float *x, const float *norm, float eps, const Matrix *matrix, int16_t *out) {
+    int64_t n = matrix->num_in;
+    if (form == PLAIN) return round_row(x, n, matrix->largest, out);
+    float *changed = malloc(n * sizeof *changed);
+    if (form == NORM)
+        normalise(x, norm, eps, n, changed);
+    else
+        for (int64_t i = 0; i < n; i++) changed[i] = x[i] / (1.0f + exponential(-x[i])) * x[n + i];
+    float unit = round_row(changed, n, matrix->largest, out);
+    free(changed);
+    return unit;
+}
+
+/* Two blocks of LANES outputs, or one, of `count` rows from `row` on. */
+static inline __attribute__((always_inline)) void outputs(const Matrix *matrix, int64_t block, const int blocks,
+                                                          const int16_t *rows, const float *units, int64_t row,
+                                                          const int count, int adds, float *out) {
+    int64_t pairs = (matrix->num_in + 1) / 2, m = matrix->num_out;
+    const int8_t *weight = matrix->weight + block * pairs * 2 * LANES;
+    Sums sums[ROWS][2] = {{{0}}};
+    for (int64_t i = 0; i < pairs; i++) {
+        Pairs one = widened(weight + i * 2 * LANES);
+        Pairs two = blocks == 2 ? widened(weight + (pairs + i) * 2 * LANES) : one;
+#pragma GCC unroll 8
+        for (int r = 0; r < count; r++) {
+            Pairs x = repeated(rows + ((row + r) * pairs + i) * 2);
+            sums[r][0] = add_products(sums[r][0], one, x);
+            if (blocks == 2) sums[r][1] = add_products(sums[r][1], two, x);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++)
+        for (int b = 0; b < blocks; b++) {
+            int64_t first = (block + b) * LANES, left = m - first < LANES ? m - first : LANES;
+            float *place = out + (row + r) * m + first;
+            Vector value = __builtin_convertvector(sums[r][b], Vector);
+            value *= *(const Vector *)(matrix->scales + first) * units[row + r];
+            if (matrix->bias) value += *(const Vector *)(matrix->bias + first);
+            if (left == LANES && adds)
+                *(Vector *)place += value;
+            else if (left == LANES)
+                *(Vector *)place = value;
+            else
+                for (int64_t o = 0; o < left; o++) place[o] = adds ? place[o] + value[o] : value[o];
+        }
+}
+
+/* All rows of one or two blocks. */
+static inline __attribute__((always_inline)) void columns(const Matrix *matrix, int64_t block, const int blocks,
+                                                          const int16_t *rows, const float *units, int64_t num_rows,
+                                                          int adds, float *out) {
+    int64_t row = 0;
+    for (; row + ROWS <= num_rows; row += ROWS) outputs(matrix, block, blocks, rows, units, row, ROWS, adds, out);
+    switch (num_rows - row) {
+#if defined(__AVX512BW__)
+    case 7: outputs(matrix, block, blocks, rows, units, row, 7, adds, out); break;
+    case 6: outputs(matrix, block, blocks, rows, units, row, 6, adds, out); break;
+    case 5: outputs(matrix, block, blocks, rows, units, row, 5, adds, out); break;
+    case 4: outputs(matrix, block, blocks, rows, units, row, 4, adds, out); break;
+    case 3: outputs(matrix, block, blocks, rows, units, row, 3, adds, out); break;
+    case 2: outputs(matrix, block, blocks, rows, units, row, 2, adds, out); break;
+#endif
+    case 1: outputs(matrix, block, blocks, rows, units, row, 1, adds, out); break;
+    }
+}
+
+/* A product, cut into items of the same number of pairs of blocks. */
+typedef struct {
+    const Matrix *matrix;
+    int form, adds;
+    const float *x, *norm;
+    float eps;
+    int64_t num_rows, pairs_per_item;
+    int16_t *rows;
+    float *units, *out;
+} Product;
+
+static void prepare_row(void *job, int64_t row) {
+    const Product *one = job;
+    int64_t n = one->matrix->num_in, even = (n + 1) / 2 * 2;
+    int16_t *rounded = one->rows + row * even;
+    rounded[even - 1] = 0;
+    one->units[row] = prepare(one->form, one->x + row * (one->form == GATED ? 2 * n : n), one->norm, one->eps,
+                              one->matrix, rounded);
+}
+
+static void multiply(void *job, int64_t item) {
+    const Product *one = job;
+    int64_t blocks = (one->matrix->num_out + LANES - 1) / LANES, last = (item + 1) * one->pairs_per_item * 2;
+    for (int64_t block = item * one->pairs_per_item * 2; block < last && block < blocks; block += 2)
+        if (block + 1 < blocks)
+            columns(one->matrix, block, 2, one->rows, one->units, one->num_rows, one->adds, one->out);
+        else
+            columns(one->matrix, block, 1, one->rows, one->units, one->num_rows, one->adds, one->out);
+}
+
+/* out [rows, num_out] becomes, or grows by, the product of x [rows, num_in], or of gate and up
+   [rows, 2 num_in]. */
+void product(const Matrix *matrix, int form, const float *x, const float *norm, float eps, int64_t num_rows,
+             int adds, float *out, int threads) {
+    int64_t pairs = (matrix->num_out + 2 * LANES - 1) / (2 * LANES), items = pairs < 8 * threads ? pairs : 8 * threads;
+    int64_t per_item = (pairs + items - 1) / items;
+    int16_t *rows = malloc(num_rows * ((matrix->num_in + 1) / 2 * 2) * sizeof *rows);
+    float *units = malloc(num_rows * sizeof *units);
+    Product job = {matrix, form, adds, x, norm, eps, num_rows, per_item, rows, units, out};
+    share(prepare_row, &job, num_rows, num_rows < 8 ? 1 : threads);
+    share(multiply, &job, (pairs + per_item - 1) / per_item, threads);
+    free(units);
+    free(rows);
+}
+
+/* Rotate a head in place, after its norm if there is one. */
+static void rotate(float *x, const float *cos, const float *sin, const float *norm, float eps, int64_t dim) {
+    float before[MOST_DIM];
+    int64_t half = dim / 2;
+    if (norm)
+        normalise(x, norm, eps, dim, before);
+    else
+        memcpy(before, x, dim * sizeof *x);
+    for (int64_t i = 0; i < dim; i++) x[i] = before[i] * cos[i] + before[i < half ? i + half : i - half] * sin[i];
+}
+
+/* Where the keys and values of new tokens go. */
+typedef struct {
+    float *keys, *values; /* of a layer, [num_kv_heads, num_entries, head_dim] */
+    int64_t num_entries, num_heads, num_kv_heads, head_dim, num_tokens;
+    const int64_t *places, *positions; /* of each token: its entry, and its position in its text */
+    const float *angles;               /* [2, num_angles, D]: cosines, then sines with the rotation's sign */
+    int64_t num_angles;
+    const float *q_norm, *k_norm; /* or NULL */
+    float eps;
+} Writing;
+
+/* Rotate the queries and keys of qkv [tokens, (H + 2 K) D] in place, and write keys and values. */
+void rope_write(const Writing *to, float *qkv) {
+    int64_t H = to->num_heads, K = to->num_kv_heads, D = to->head_dim;
+    for (int64_t token = 0; token < to->num_tokens; token++) {
+        float *heads = qkv + token * (H + 2 * K) * D;
+        const float *cos = to->angles + to->positions[token] * D, *sin = cos + to->num_angles * D;
+        for (int64_t head = 0; head < H + K; head++)
+            rotate(heads + head * D, cos, sin, head < H ? to->q_norm : to->k_norm, to->eps, D);
+        for (int64_t head = 0; head < K; head++) {
+            int64_t at = (head * to->num_entries + to->places[token]) * D;
+            memcpy(to->keys + at, heads + (H + head) * D, D * sizeof(float));
+            memcpy(to->values + at, heads + (H + K + head) * D, D * sizeof(float));
+        }
+    }
+}
+
+/* What queries attend to: a prefix that all of a row's queries see, then `num_own` keys of which each sees
+   some. Strides count numbers. */
+typedef struct {
+    const float *keys, *values;
+    int64_t row_stride, layer_stride, head_stride;
+    int64_t num_rows, num_queries, num_heads, head_dim;
+    int64_t num_layers, num_kv_heads; /* the first heads attend to the first layer, and so on */
+    int64_t query_stride;             /* between the queries of two tokens */
+    const int64_t *lengths;           /* of the prefixes; NULL: none has one */
+    int64_t num_own;
+    const uint8_t *sees; /* [queries, num_own] of each row; NULL: own key i is seen by queries from i on */
+    int64_t sees_stride; /* between rows; 0: one for all */
+    const int32_t *tables; /* of pages, [rows, num_pages]; NULL: entries lie in order */
+    int64_t page_size, num_pages;
+    int64_t sinks, window; /* of the prefix, only the first and the last entries are seen; -1: all */
+} Context;
+
+/* Scores of `count` queries with LANES keys that are transposed to [D, LANES]. */
+static inline __attribute__((always_inline)) void score(const float **queries, const int count, const Vector *keys,
+                                                        int64_t dim, float scale, float *out, int64_t stride) {
+    Vector sums[QUERIES] = {{0}};
+    for (int64_t d = 0; d < dim; d++)
+#pragma GCC unroll 4
+        for (int q = 0; q < count; q++) sums[q] += queries[q][d] * keys[d];
+#pragma GCC unroll 4
+    for (int q = 0; q < count; q++) *(Vector *)(out + q * stride) = sums[q] * scale;
+}
+
+/* Turn scores into weights, in place; returns the log of the sum of the exponentiated scores. */
+static float weigh(float *scores, int64_t count) {
+    float peak = -FLT_MAX, sum = 0;
+    for (int64_t i = 0; i < count; i++) peak = scores[i] > peak ? scores[i] : peak;
+    for (int64_t i = 0; i < count; i++) scores[i] = exponential(scores[i] - peak);
+    /* One after the other: entries that a query does not see lie between those that it sees. */
+    for (int64_t i = 0; i < count; i++) sum += scores[i];
+    for (int64_t i = 0; i < count; i++) scores[i] /= sum;
+    return peak + logf(sum);
+}
+
+/* Add `count` weighted values to out, one after the other; `parts` is the head's size in vectors. */
+static inline __attribute__((always_inline)) void add_values(const float *weights, const float **values, int count,
+                                                             const int parts, float *out) {
+    Vector sums[MOST_DIM / LANES] = {{0}};
+#pragma GCC unroll 16
+    for (int p = 0; p < parts; p++) sums[p] = ((Vector *)out)[p];
+    for (int i = 0; i < count; i++)
+#pragma GCC unroll 16
+        for (int p = 0; p < parts; p++) sums[p] += weights[i] * ((const Vector *)values[i])[p];
+#pragma GCC unroll 16
+    for (int p = 0; p < parts; p++) ((Vector *)out)[p] = sums[p];
+}
+
+/* Queries first..last-1 of a row that share a KV head. Numbered by token, then by head. */
+static void attend_head(const Context *to, int64_t row, int64_t kv_head, int64_t first_query, int64_t last_query,
+                        const float *q, float *out, float *lse) {
+    int64_t D = to->head_dim, H = to->num_heads, group = H / (to->num_layers * to->num_kv_heads);
+    int64_t length = to->lengths ? to->lengths[row] : 0, queries = last_query - first_query;
+    int64_t skip_from = 0, skip_to = 0; /* entries that nobody sees */
+    if (to->window >= 0 && to->sinks < length - to->window) {
+        skip_from = to->sinks;
+        skip_to = length - to->window;
+    }
+    int64_t before = length - (skip_to - skip_from), count = before + to->num_own;
+    int64_t stride = (count + LANES - 1) / LANES * LANES;
+    const float **keys = malloc((2 * count + queries) * sizeof *keys), **values = keys + count, **heads = values + count;
+    float *scores = malloc((queries * stride + 1) * sizeof *scores);
+    int64_t base = row * to->row_stride + kv_head / to->num_kv_heads * to->layer_stride +
+                   kv_head % to->num_kv_heads * to->head_stride;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t entry = i < skip_from ? i : i + (skip_to - skip_from);
+        if (to->tables)
+            entry = to->tables[row * to->num_pages + entry / to->page_size] * to->page_size + entry % to->page_size;
+        keys[i] = to->keys + base + entry * D;
+        values[i] = to->values + base + entry * D;
+    }
+    for (int64_t query = 0; query < queries; query++) {
+        int64_t token = (first_query + query) / group, head = kv_head * group + (first_query + query) % group;
+        heads[query] = q + (row * to->num_queries + token) * to->query_stride + head * D;
+    }
+    float scale = 1.0f / sqrtf((float)D);
+    for (int64_t first = 0; first < count; first += LANES) {
+        Vector turned[MOST_DIM];
+        for (int l = 0; l < LANES; l++) {
+            const float *key = keys[first + l < count ? first + l : count - 1];
+            for (int64_t d = 0; d < D; d++) turned[d][l] = key[d];
+        }
+        int64_t query = 0;
+        for (; query + QUERIES <= queries; query += QUERIES)
+            score(heads + query, QUERIES, turned, D, scale, scores + query * stride + first, stride);
+        for (; query < queries; query++)
+            score(heads + query, 1, turned, D, scale, scores + query * stride + first, stride);
+    }
+    for (int64_t query = 0; query < queries; query++) {
+        float *mine = scores + query * stride;
+        int64_t token = (first_query + query) / group, head = kv_head * group + (first_query + query) % group;
+        const uint8_t *sees = to->sees ? to->sees + row * to->sees_stride + token * to->num_own : NULL;
+        for (int64_t own = 0; own < to->num_own; own++)
+            if (sees ? !sees[own] : own > token) mine[before + own] = -INFINITY;
+        int64_t place = (row * to->num_queries + token) * H + head;
+        lse[place] = count ? weigh(mine, count) : -INFINITY;
+        memset(out + place * D, 0, D * sizeof *out);
+    }
+    for (int64_t first = 0; first < count; first += KEYS) {
+        int tile = first + KEYS <= count ? KEYS : (int)(count - first);
+        for (int64_t query = 0; query < queries; query++) {
+            int64_t token = (first_query + query) / group, head = kv_head * group + (first_query + query) % group;
+            const float *weights = scores + query * stride + first;
+            float *sum = out + ((row * to->num_queries + token) * H + head) * D;
+            if (D == 64)
+                add_values(weights, values + first, tile, 64 / LANES, sum);
+            else if (D == 128)
+                add_values(weights, values + first, tile, 128 / LANES, sum);
+            else
+                add_values(weights, values + first, tile, (int)(D / LANES), sum);
+        }
+    }
+    free(scores);
+    free(keys);
+}
+
+typedef struct {
+    const Context *to;
+    const float *q;
+    float *out, *lse;
+    int64_t parts; /* of the queries that share a KV head */
+} Attending;
+
+static void attend_part(void *job, int64_t item) {
+    const Attending *one = job;
+    const Context *to = one->to;
+    int64_t heads = to->num_layers * to->num_kv_heads, queries = to->num_queries * (to->num_heads / heads);
+    int64_t part = item % one->parts, head = item / one->parts % heads, row = item / one->parts / heads;
+    attend_head(to, row, head, queries * part / one->parts, queries * (part + 1) / one->parts, one->q, one->out,
+                one->lse);
+}
+
+/* Attend with queries q; out is [rows, queries, H, D], lse [rows, queries, H]. */
+void attend(const Context *to, const float *q, float *out, float *lse, int threads) {
+    int64_t heads = to->num_layers * to->num_kv_heads, queries = to->num_queries * (to->num_heads / heads);
+    /* Heads that do not divide by the threads are cut further. */
+    int64_t parts = to->num_rows * heads % threads && queries >= 8 ? threads : 1;
+    Attending job = {to, q, out, lse, parts};
+    share(attend_part, &job, to->num_rows * heads * parts, threads);
+}

@@ -95,11 +95,10 @@ def test_int8_products_with_what_is_around_them() -> None:
     norm.weight.data.normal_()
     x, total, gate_up = torch.randn(9, 96), torch.randn(9, 48), torch.randn(9, 192) * 4
     with torch.inference_mode():
-        close = {"rtol": 1e-3, "atol": 1e-3}
-        torch.testing.assert_close(form.normed(norm, x), form(norm(x)), **close)
+        torch.testing.assert_close(form.normed(norm, x), form(norm(x)), rtol=1e-3, atol=1e-3)
         gate, up = gate_up.chunk(2, -1)
         wanted = total + form(torch.nn.functional.silu(gate) * up)
-        torch.testing.assert_close(form.add_gated(total, gate_up), wanted, **close)
+        torch.testing.assert_close(form.add_gated(total, gate_up), wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_int4_takes_a_ggufs_groups_over() -> None:

@@ -229,7 +229,7 @@ def test_without_a_compiler_int8_is_refused_and_all_else_works(
         assert exit_code([*ask_it, "--device", "cpu", "--weights", "int8"]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
-        assert "weights 'int8' need a C compiler on this machine, such as gcc" in error
+        assert "weights 'int8' need a C compiler with OpenMP on this machine, such as gcc" in error
         assert exit_code([*ask_it, "--device", "cpu"]) == 0
         assert not [*tmp_path.rglob("*.so")]
     finally:

@@ -167,7 +167,7 @@ def choose_backend(name: str = "auto") -> Attention:
     from longspec.native.build import library
 
     if name == "native" and library() is None:
-        raise UserError("attention backend 'native' needs a C compiler, such as gcc")
+        raise UserError("attention backend 'native' needs a C compiler with OpenMP, such as gcc")
     is_native = name == "native" or (name == "auto" and library() is not None)
     return NativeAttention() if is_native else TorchAttention()
 

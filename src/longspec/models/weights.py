@@ -45,7 +45,7 @@ class Rounding:
     needs: str = "a processor for which torch has such products"
 
 
-_CODE = "a C compiler on this machine, such as gcc (or one that CC names)"
+_CODE = "a C compiler with OpenMP on this machine, such as gcc (or one that CC names)"
 # On a CPU.
 ROUNDINGS = {
     "float16": Rounding(

@@ -6,9 +6,6 @@
 
 #include <float.h>
 #include <math.h>
-#include <pthread.h>
-#include <sched.h>
-#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -38,87 +35,13 @@ typedef struct {
     int64_t num_in, num_out, largest;
 } Matrix;
 
-/* Threads. Items of work are taken one by one, so a thread that the system holds up takes fewer of them, and the
-   others do not wait for it unless it holds one. OpenMP waits for all its threads. */
-enum { MOST_THREADS = 64, SPINS = 4000, TICKET_BITS = 20 };
-typedef void Work(void *job, int64_t item);
-static const uint64_t TICKET_MASK = (1 << TICKET_BITS) - 1;
-static struct {
-    pthread_mutex_t in_use, sleep;
-    pthread_cond_t wake;
-    _Atomic uint64_t ticket; /* which work this is, its number of items, and the next one */
-    _Atomic int64_t done;
-    _Atomic int sleepers;
-    Work *work;
-    void *job;
-    int threads; /* beside the caller's */
-} pool = {.in_use = PTHREAD_MUTEX_INITIALIZER, .sleep = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
-
-static inline void pause_briefly(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-}
-
-/* Take items until none is left; returns the last ticket. Whoever has an item may read the work: it stays until
-   all items are done. */
-static uint64_t take_items(void) {
-    for (;;) {
-        uint64_t ticket = atomic_fetch_add(&pool.ticket, 1);
-        if ((ticket & TICKET_MASK) >= (ticket >> TICKET_BITS & TICKET_MASK)) return ticket;
-        pool.work(pool.job, (int64_t)(ticket & TICKET_MASK));
-        atomic_fetch_add(&pool.done, 1);
-    }
-}
-
-static void *serve(void *unused) {
-    for (;;) {
-        uint64_t last = take_items() >> 2 * TICKET_BITS;
-        int spins = 0;
-        while (atomic_load(&pool.ticket) >> 2 * TICKET_BITS == last)
-            if (++spins < SPINS) {
-                pause_briefly();
-            } else {
-                pthread_mutex_lock(&pool.sleep);
-                atomic_fetch_add(&pool.sleepers, 1);
-                while (atomic_load(&pool.ticket) >> 2 * TICKET_BITS == last)
-                    pthread_cond_wait(&pool.wake, &pool.sleep);
-                atomic_fetch_sub(&pool.sleepers, 1);
-                pthread_mutex_unlock(&pool.sleep);
-            }
-    }
-    return unused;
-}
-
-/* Do the items of a job with so many threads, this one among them. */
-static void share(Work *work, void *job, int64_t items, int threads) {
-    if (threads < 2 || items < 2 || pthread_mutex_trylock(&pool.in_use)) {
-        for (int64_t item = 0; item < items; item++) work(job, item);
-        return;
-    }
-    while (pool.threads < threads - 1 && pool.threads < MOST_THREADS) {
-        pthread_t thread;
-        if (pthread_create(&thread, NULL, serve, NULL)) break;
-        pthread_detach(thread);
-        pool.threads++;
-    }
-    pool.work = work;
-    pool.job = job;
-    atomic_store(&pool.done, 0);
-    uint64_t number = (atomic_load(&pool.ticket) >> 2 * TICKET_BITS) + 1;
-    atomic_store(&pool.ticket, number << 2 * TICKET_BITS | (uint64_t)items << TICKET_BITS);
-    if (atomic_load(&pool.sleepers)) {
-        pthread_mutex_lock(&pool.sleep);
-        pthread_cond_broadcast(&pool.wake);
-        pthread_mutex_unlock(&pool.sleep);
-    }
-    take_items();
-    for (int spins = 0; atomic_load(&pool.done) < items;)
-        if (++spins < SPINS)
-            pause_briefly();
-        else
-            sched_yield();
-    pthread_mutex_unlock(&pool.in_use);
+/* Do the items of a job with so many threads: those of OpenMP, which torch has too, because threads of another
+   kind would wait for the processors on which torch's spin. They take items one by one, so one that the system
+   holds up takes fewer. */
+typedef void Work(const void *job, int64_t item);
+static void share(Work *work, const void *job, int64_t items, int threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (items > 1 && threads > 1)
+    for (int64_t item = 0; item < items; item++) work(job, item);
 }
 
 /* What a product does with its input first. */
@@ -289,7 +212,7 @@ typedef struct {
     float *units, *out;
 } Product;
 
-static void prepare_row(void *job, int64_t row) {
+static void prepare_row(const void *job, int64_t row) {
     const Product *one = job;
     int64_t n = one->matrix->num_in, even = (n + 1) / 2 * 2;
     int16_t *rounded = one->rows + row * even;
@@ -298,7 +221,7 @@ static void prepare_row(void *job, int64_t row) {
                               one->matrix, rounded);
 }
 
-static void multiply(void *job, int64_t item) {
+static void multiply(const void *job, int64_t item) {
     const Product *one = job;
     int64_t blocks = (one->matrix->num_out + LANES - 1) / LANES, last = (item + 1) * one->pairs_per_item * 2;
     for (int64_t block = item * one->pairs_per_item * 2; block < last && block < blocks; block += 2)
@@ -488,7 +411,7 @@ typedef struct {
     int64_t parts; /* of the queries that share a KV head */
 } Attending;
 
-static void attend_part(void *job, int64_t item) {
+static void attend_part(const void *job, int64_t item) {
     const Attending *one = job;
     const Context *to = one->to;
     int64_t heads = to->num_layers * to->num_kv_heads, queries = to->num_queries * (to->num_heads / heads);

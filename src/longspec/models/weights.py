@@ -24,6 +24,7 @@ from longspec.models.quantised import (
     has_fp16_products,
     has_int4_products,
 )
+from longspec.native.build import what_is_missing
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,13 @@ class Rounding:
     """Whether there are products for this processor."""
     wide_attention: bool = True
     """Whether attention runs in fp64: if products round what they read, and torch attends."""
-    needs: str = "a processor for which torch has such products"
+    needs: Callable[[], str] = lambda: "a processor for which torch has such products"
 
 
-_CODE = "a C compiler with OpenMP on this machine, such as gcc (or one that CC names)"
+def _needs_code() -> str:
+    return f"a C compiler with OpenMP, such as gcc, and there is none ({what_is_missing()})"
+
+
 # On a CPU.
 ROUNDINGS = {
     "float16": Rounding(
@@ -55,9 +59,9 @@ ROUNDINGS = {
         Bf16Linear, Bf16Linear, partial(HalfTable, dtype=torch.bfloat16), 2, 2, has_bf16_products
     ),
     # Our C code attends with int8, in an order that depends on the text alone.
-    "int8": Rounding(NativeLinear, NativeLinear, Int8Table, 1, 1, has_native_products, False, _CODE),
+    "int8": Rounding(NativeLinear, NativeLinear, Int8Table, 1, 1, has_native_products, False, _needs_code),
     # An int4 head or embedding would cost more words than it saves bytes.
-    "int4": Rounding(Int4Linear, NativeLinear, Int8Table, 0.625, 1, has_int4_products, needs=_CODE),
+    "int4": Rounding(Int4Linear, NativeLinear, Int8Table, 0.625, 1, has_int4_products, needs=_needs_code),
 }
 # On a GPU, by our kernels. The embedding stays as it is: a step reads only a few of its rows.
 GPU_ROUNDINGS = {
@@ -137,7 +141,7 @@ def pick_precision(
         )
     rounding = ROUNDINGS[weights]
     if not rounding.is_possible():
-        raise UserError(f"weights {weights!r} need {rounding.needs}; use auto")
+        raise UserError(f"weights {weights!r} need {rounding.needs()}; use auto")
     return Precision(dtype, rounding, weights)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import hashlib
-import logging
 import os
 import platform
 import shlex
@@ -78,14 +79,35 @@ class Context(ctypes.Structure):
     )
 
 
-@cache
 def library() -> ctypes.CDLL | None:
     """The compiled code, or None where no compiler is, or none that works."""
+    found = _load()
+    return found if isinstance(found, ctypes.CDLL) else None
+
+
+def code() -> ctypes.CDLL:
+    """The compiled code, which must be there."""
+    found = _load()
+    assert isinstance(found, ctypes.CDLL), found
+    return found
+
+
+def what_is_missing() -> str:
+    """Why there is no library."""
+    found = _load()
+    return found if isinstance(found, str) else ""
+
+
+@cache
+def _load() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
     try:
         loaded = ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.SubprocessError) as error:
-        logging.getLogger(__name__).info("decode.c cannot be used: %s", error)
-        return None
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").split("\n")
+        return f"{' '.join(error.cmd[:1])} ended with {error.returncode}: {said[0]}"
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return str(error)
     number = ctypes.c_int
     loaded.product.argtypes = (
         ctypes.POINTER(Matrix), number, Pointer, Pointer, ctypes.c_float, _SIZE, number, Pointer, number,
@@ -97,13 +119,6 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def code() -> ctypes.CDLL:
-    """The compiled code, which must be there."""
-    found = library()
-    assert found is not None
-    return found
-
-
 def _compiled() -> Path:
     """The library's file, compiled now if it is not there for this code, compiler and processor."""
     command = _compiler()
@@ -113,9 +128,14 @@ def _compiled() -> Path:
     content = b"\0".join((_SOURCE.read_bytes(), " ".join(command).encode(), _processor()))
     name = f"decode-{hashlib.sha256(content).hexdigest()[:16]}.so"
     folder = cache_dir() / "native"
-    if (folder / name).exists():
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    # Code that somebody else put there is not run.
+    if (folder / name).is_file() and (folder / name).stat().st_uid in (0, os.getuid()):
         return folder / name
-    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        folder = Path(tempfile.mkdtemp(prefix="longspec-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder) as work:
         made = Path(work) / name
         line = [*command, str(_SOURCE), "-o", str(made), "-lm"]

@@ -171,7 +171,7 @@ class LongSpec:
         """Measure this machine for method "auto", unless that was done before. Ctrl-C stops the measurement
         and does not change the model."""
         with self.engine.paused() as rows:
-            costs = known_costs(rows, self.engine.candidates, self.engine.width, progress)
+            costs = known_costs(rows, self.engine.candidates, progress)
         self.engine.adopt(costs)
         self.engine.prepare()
 

@@ -197,7 +197,7 @@ def test_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def costs(one: Engine) -> Costs:
         with one.paused() as device:
-            return known_costs(device, one.candidates, one.width)
+            return known_costs(device, one.candidates)
 
     for _ in range(3):  # the last of which is believed even if this machine is busy
         first = costs(engine)
@@ -219,7 +219,7 @@ def test_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_every_method_is_timed_where_it_is_asked_for() -> None:
     engine = measured_engine()
     with engine.paused() as device:
-        found = measure(device, engine.candidates, engine.width)
+        found = measure(device, engine.candidates)
         assert set(found) == {"vanilla", *(one.label for one in engine.candidates)}
         assert all(set(by) == set(timed_sizes(device)) for by in found.values())
         assert not bool(device.slots.running.any())
@@ -237,7 +237,7 @@ def test_what_others_disturb_is_measured_again(tmp_path: Path, monkeypatch: pyte
         time.sleep(0.5)  # until they run
         for _ in range(4):
             with engine.paused() as device:
-                known_costs(device, engine.candidates, engine.width)
+                known_costs(device, engine.candidates)
             (file,) = (tmp_path / "calibration").iterdir()
             found.append(json.loads(file.read_text()))
     finally:

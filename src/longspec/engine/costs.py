@@ -19,8 +19,10 @@ import torch
 
 from longspec import __version__
 from longspec.decoding.methods import VANILLA, Method
-from longspec.engine.device import Device, Report
+from longspec.decoding.round import Models
+from longspec.engine.device import Device
 from longspec.engine.interrupts import undisturbed
+from longspec.engine.transfer import Report
 from longspec.errors import UserError
 from longspec.hub import cache_dir
 from longspec.models.files import write_whole
@@ -86,13 +88,11 @@ def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
 
 
 def measure(
-    device: Device,
-    methods: tuple[Method, ...],
-    width: int,
-    on_measured: Callable[[int], None] = lambda number: None,
+    device: Device, methods: tuple[Method, ...], on_measured: Callable[[int], None] = lambda number: None
 ) -> Times:
     """Time a round of every method and of vanilla, while no sequence runs."""
     on_gpu = device.models.target.device.type == "cuda"
+    width = draft_width(methods, device.models)
     timed = {one.label: one.in_full().fit(device.models, width=width) for one in (VANILLA, *methods)}
     found: Times = {label: {} for label in timed}
     with torch.inference_mode():
@@ -104,6 +104,11 @@ def measure(
         finally:  # Ctrl-C may have stopped it between two rounds
             device.rest()
     return {name: {rows: sorted(points) for rows, points in by.items()} for name, by in found.items()}
+
+
+def draft_width(methods: Iterable[Method], models: Models) -> int:
+    """The most tokens that the draft may have to read at a time, whichever of these ran before."""
+    return max((one.fit(models).depth for one in methods), default=0) + 1
 
 
 def timed_sizes(device: Device) -> dict[int, tuple[int, ...]]:
@@ -252,7 +257,7 @@ def write_calibration(path: Path, calibration: Calibration) -> OSError | None:
     return None
 
 
-def known_costs(device: Device, methods: tuple[Method, ...], width: int, progress: bool = False) -> Costs:
+def known_costs(device: Device, methods: tuple[Method, ...], progress: bool = False) -> Costs:
     """What these methods cost on this machine: read from disk, or measured now and kept."""
     path = calibration_path(device, methods)
     known, sizes = read_calibration(path), timed_sizes(device)
@@ -263,7 +268,7 @@ def known_costs(device: Device, methods: tuple[Method, ...], width: int, progres
             print("longspec: measuring this machine (once)", file=sys.stderr)
         load = ProcessorLoad()
         with count_bar("measuring", (len(methods) + 1) * sum(map(len, sizes.values())), progress) as advance:
-            times = measure(device, methods, width, advance)
+            times = measure(device, methods, advance)
         is_quiet = device.models.target.device.type != "cpu" or load.is_quiet()
         known = Calibration(times, 1, is_quiet) if known is None else known.after(times, is_quiet)
         if progress and not known.is_settled:

@@ -24,6 +24,7 @@ from longspec.decoding.methods import VANILLA, Method, MethodChoice, Tree
 from longspec.engine.auto import Outlook, Policy, candidates, unmeasured
 from longspec.engine.costs import Costs
 from longspec.engine.device import Device, make_device, row_buckets
+from longspec.engine.fill import MOST_SEGMENTS
 from longspec.engine.interrupts import undisturbed
 from longspec.engine.loop import Loop
 from longspec.engine.memory import EngineSize
@@ -66,46 +67,33 @@ class Engine:
         target: Transformer,
         draft: GlideDraft | None = None,
         head: DraftHead | None = None,
-        *,
-        max_length: int,
-        max_rows: int,
-        num_pages: int,
-        page_size: int,
         acceptance: Mapping[str, Any] | None = None,
+        *,
+        size: EngineSize,
         exact: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        self.max_length = max_length
+        self.max_length = size.max_length
         self._end: Callable[[], object] = lambda: None
-        size = EngineSize(max_rows, max_length, page_size, num_pages)
         with torch.inference_mode(), on_device(target.device):
-            self._candidates = candidates(draft, acceptance or {}, target.can_fuse)
+            self.candidates = candidates(draft, acceptance or {}, target.can_fuse)
+            """What is worth measuring for `auto`."""
             # Room for the trees of `auto` and of the default.
-            num_nodes = max(one.num_drafted for one in (Tree(), *self._candidates))
+            num_nodes = max(one.num_drafted for one in (Tree(), *self.candidates))
             if ranks is not None:
                 ranks.tell(Open(size, num_nodes, exact))
                 self._end = weakref.finalize(self, ranks.close)
             self.device = make_device(target, draft, head, size, num_nodes, exact)
         self.device.ranks = ranks
         self.models = self.device.models
-        self.scheduler = Scheduler(PagePool(num_pages, page_size), max_rows)
+        self.scheduler = Scheduler(PagePool(size.num_pages, size.page_size), size.max_rows)
         policy = Policy(unmeasured(draft), acceptance or {}, Costs({}, ()))
-        self.loop = Loop(self.device, self.scheduler, policy, self._candidates)
+        self.loop = Loop(self.device, self.scheduler, policy, self.candidates)
         self._known_choices: dict[MethodChoice, MethodChoice] = {}
         self._orders: SimpleQueue[tuple[str, Sequence | None]] = SimpleQueue()
         self._leads = threading.Lock()
         self._leader: int | None = None
         self._news = threading.Condition()
-
-    @property
-    def candidates(self) -> tuple[Method, ...]:
-        """What is worth measuring for `auto`."""
-        return self._candidates
-
-    @property
-    def width(self) -> int:
-        """The most tokens that the draft may have to read at a time, whatever `auto` ran before."""
-        return self.loop.width
 
     @property
     def policy(self) -> Policy:
@@ -114,7 +102,7 @@ class Engine:
 
     def adopt(self, costs: Costs) -> None:
         """Decide by these from now on."""
-        self.loop.policy = Policy(self._candidates, self.policy.acceptance, costs)
+        self.loop.policy = Policy(self.candidates, self.policy.acceptance, costs)
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Put sequences into the line; they are answered while anyone leads (`run`, `lead`, `serving`)."""
@@ -300,14 +288,14 @@ class Engine:
         if not self.device.captures:
             return
         with self.paused() as device:
-            if self.loop.is_large:
+            if self.loop.chunks.is_large:
                 target, config = self.models.target, self.models.target.config
                 like = target.norm.weight.new_zeros(1, config.num_heads, config.head_dim)
                 target.attention.warm_up(like, config.num_kv_heads, self.max_length)
-            most = 1 if max_rows == 1 else device.MOST_SEGMENTS
+            most = 1 if max_rows == 1 else MOST_SEGMENTS
             works: list[tuple[Any, ...]] = [
                 ("segments", size, sampled)
-                for size in row_buckets(device.MOST_SEGMENTS)
+                for size in row_buckets(MOST_SEGMENTS)
                 if size <= most
                 for sampled in (False, True)
             ]

@@ -73,15 +73,4 @@ def make_engine(
     free = free_memory(device) if ranks is None else ranks.room()
     size = size_engine(config, dtype, device, free, page, max_length, max_rows, kv_memory, limit)
     with memory_explained(f"{size.num_tokens} tokens of KV on {device}", _SMALLER):
-        return Engine(
-            target,
-            draft,
-            head,
-            max_length=size.max_length,
-            max_rows=size.max_rows,
-            num_pages=size.num_pages,
-            page_size=size.page_size,
-            acceptance=acceptance,
-            exact=exact,
-            ranks=ranks,
-        )
+        return Engine(target, draft, head, acceptance, size=size, exact=exact, ranks=ranks)

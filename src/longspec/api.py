@@ -236,7 +236,6 @@ class LongSpec:
         return memory_explained(asked, _WAY_OUT)
 
     def _result(self, sequence: Sequence, text: TextStream) -> Generation:
-        """The answer of a sequence so far."""
         method = self.engine.main_method(sequence)
         text.catch_up(sequence.tokens, sequence.finished)
         done = sequence.finished_at or time.perf_counter()
@@ -288,7 +287,6 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """Stop the answer."""
         self._pieces.close()
 
     @property
@@ -321,7 +319,6 @@ def _pieces(model: LongSpec, sequence: Sequence, text: TextStream) -> Generator[
 
 
 def name_of(what: str, given: Any) -> str:
-    """The name or path of a target or a draft, as a str."""
     try:
         name = os.fspath(given)
     except TypeError:

@@ -17,9 +17,7 @@ from longspec.templates import render_chat, start_early
 class Array(Protocol):
     """Token ids of numpy or torch."""
 
-    def tolist(self) -> Any:
-        """Python's numbers, in lists as deep as the array has dimensions."""
-        ...
+    def tolist(self) -> Any: ...
 
 
 Message = Mapping[str, str]
@@ -47,7 +45,6 @@ def split_batch(given: Any) -> tuple[list[Prompt], bool]:
 
 
 def _one_prompt(given: Any) -> Prompt:
-    """A text, a list of messages or a list of ids."""
     if isinstance(given, str):
         return given
     if isinstance(given, Mapping):

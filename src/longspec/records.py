@@ -129,7 +129,6 @@ def _absurd_numbers(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[t
 
 
 def _explain(error: ValidationError) -> str:
-    """The first error in one line."""
     first = error.errors(include_url=False)[0]
     field, kind = _field(first["loc"]), first["type"]
     if kind == "missing":

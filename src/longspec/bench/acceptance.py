@@ -69,7 +69,6 @@ def _shares(rows: Sequence[Row], depth: int) -> list[float]:
 
 
 def _measured(found: Sequence[tuple[dict[str, Any], list[Row]]]) -> str:
-    """The card's section: tau by prompts, temperature and method."""
     parts = [MEASURED]
     for run, rows in found:
         facts = run["facts"]

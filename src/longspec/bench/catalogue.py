@@ -296,7 +296,6 @@ def aime(data: Path | None, first: int = AIME24.start, last: int = AIME24.stop -
 
 
 def _longbench_file(task: str) -> Path:
-    """The task's file out of the hub's archive."""
     archive = _download("THUDM/LongBench", "data.zip")
     path = archive.parent / f"{task}.jsonl"
     if not path.exists():

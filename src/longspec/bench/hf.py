@@ -42,7 +42,6 @@ class Transformers:
     def answers(
         self, prompts: Sequence[list[int]], max_new_tokens: int, temperature: float, seeds: Sequence[int]
     ) -> list[TimedAnswer]:
-        """Answer one prompt after the other."""
         return [
             self._answer(prompt, max_new_tokens, temperature, seed)
             for prompt, seed in zip(prompts, seeds, strict=True)

@@ -132,7 +132,6 @@ def _figures(kind: str, method: str, by_method: dict[str, list[Row]]) -> Figures
 
 
 def _is_tie(difference: dict[str, Any]) -> bool:
-    """Whether the target's preference lay within its rounding."""
     margin, rounding = difference["margin"], difference.get("rounding")
     return margin is not None and rounding is not None and abs(margin) <= rounding
 

@@ -177,7 +177,6 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(group: argparse._ActionsContainer, cls: type, *names: str) -> None:
-    """The flags of these options of a class."""
     known = options_of(cls)
     for name in names:
         add_option(group, known[name])
@@ -218,7 +217,6 @@ def whole_number(text: str) -> int:
 
 
 def positive_number(text: str) -> int:
-    """A whole number of at least 1."""
     if (found := whole_number(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return found
@@ -232,7 +230,6 @@ def number(text: str) -> float:
 
 
 def _num_bytes(text: str) -> int:
-    """A size in bytes, or with a unit."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if found is None or found[2] == "i" or not 0 < float(found[1]) < 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 8GB, 512MB or 1.5GiB")

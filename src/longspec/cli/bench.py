@@ -144,7 +144,6 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(parser: argparse.ArgumentParser, max_new_tokens: int, repeats: int) -> None:
-    """The flags of every benchmark of whole answers."""
     own = options_of(RunSetting)
     add_option(parser, own["max_new_tokens"], "--max-new-tokens", "--max_gen_len", default=max_new_tokens)
     add_option(parser, own["temperatures"], "--temperature")

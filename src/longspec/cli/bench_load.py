@@ -52,7 +52,6 @@ def _load(arguments: argparse.Namespace) -> int:
 
 
 def _show_load(run: LoadRun) -> None:
-    """The run for people."""
     from rich.console import Console
     from rich.table import Table
 

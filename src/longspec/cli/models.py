@@ -187,7 +187,6 @@ def _draft(arguments: argparse.Namespace, entry: ModelEntry | None) -> tuple[str
 
 
 def _report(facts: dict[str, Any]) -> str:
-    """The plan for people."""
     from longspec.models.placement import gigabytes
 
     needs, device, left = facts["needs"], facts["device"], facts["left_bytes"]

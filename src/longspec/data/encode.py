@@ -95,7 +95,6 @@ class Encoder:
         return record
 
     def render(self, record: Record) -> Rendered:
-        """Apply the template, and check its pieces."""
         rendered = self._template(record, self._chat)
         for content, _ in rendered.pieces:
             if isinstance(content, str):
@@ -126,7 +125,6 @@ class Encoder:
         yield from self._batch(batch)
 
     def _batch(self, batch: list[Rendered]) -> list[Document]:
-        """Tokenise documents of one kind together."""
         done: list[Document | None] = [None] * len(batch)
         kinds: dict[tuple[bool, bool], list[int]] = {}
         for index, one in enumerate(batch):

@@ -186,7 +186,6 @@ class _Job:
         _write_state(folder, state)
 
     def finish(self, end: Position) -> DatasetInfo:
-        """Write what is left, and the dataset's description."""
         options, state = self._options, self.state
         if self._tokens:
             self._write(end)
@@ -215,7 +214,6 @@ def _settings(options: PrepareOptions, files: list[InputFile], encoder: Encoder)
 
 
 def _read_state(folder: Path, settings: dict[str, Any]) -> PrepareState:
-    """The state of an earlier run, or a new one."""
     path = folder / _STATE
     if not path.is_file():
         if any(folder.iterdir()):

@@ -77,7 +77,6 @@ def read_chunks(
 
 
 def _file_chunks(index: int, file: InputFile, start: int, before: int) -> Iterator[Chunk]:
-    """The records of one file from number `start` on."""
     records: list[tuple[int, Raw]] = []
     size, number, reported = 0, 0, 0
     fault = None

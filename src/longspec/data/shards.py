@@ -104,7 +104,6 @@ def shard_folder(folder: Path, index: int) -> Path:
 def write_shard(
     folder: Path, index: int, sequences: Sequence[Packed], vocab_size: int, sources: Iterable[Source]
 ) -> None:
-    """Write one shard; it appears complete or not at all."""
     goal = shard_folder(folder, index)
     building = folder / f"{_TEMPORARY}{goal.name}-{os.getpid()}"
     # Left by a killed process with the same id, as in a container that is started again.
@@ -229,7 +228,6 @@ class Dataset:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """How often each token occurs, [V]."""
         counts = np.asarray(_load(self.folder / "counts.npy"))
         if counts.shape != (self.info.vocab_size,) or counts.dtype != np.int64:
             raise self.damaged("counts.npy does not count its tokens")
@@ -248,7 +246,6 @@ class Dataset:
 
 
 def read_info(folder: Path) -> DatasetInfo:
-    """The description of a finished dataset."""
     if not is_finished(folder):
         what = "is not finished: run its command again" if folder.is_dir() else "does not exist"
         raise UserError(f"the dataset {folder} {what}")

@@ -166,7 +166,6 @@ def make_dataset(
 
 
 def summary_of(folder: Path, tokens_written: int = 0, seconds: float = 0.0) -> SynthesisSummary:
-    """The figures of a finished dataset."""
     info = read_info(folder)
     counts = dict(as_record(info.made_by, MadeBy, folder).counts)
     kept = counts.pop("kept", 0)
@@ -304,7 +303,6 @@ def _note(folder: Path, state: SynthesisState, remembered: list[NDArray[np.uint6
 
 
 def _recall(folder: Path, state: SynthesisState) -> None:
-    """Read the state after the last shard that exists."""
     for index in count():
         if not shard_folder(folder, index).exists():
             return

@@ -137,7 +137,6 @@ def _pick_batch(config: ModelConfig, seq_length: int, device: torch.device, dtyp
 
 
 def _licence(folder: Path) -> str:
-    """The licence in the model's files."""
     if (folder / "longspec.json").is_file():
         licence = read_record(folder / "longspec.json", dict[str, Any]).get("license")
         if licence:

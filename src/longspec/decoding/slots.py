@@ -103,7 +103,6 @@ class Slots:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the rows take."""
         parts = [getattr(self, field.name) for field in fields(self)]
         flat = [part for part in parts if isinstance(part, Tensor)] + self.sampling.tensors()
         ring = 0 if self.ring is None else self.ring.num_bytes
@@ -117,7 +116,6 @@ class Slots:
         return replace(self, **cut, sampling=self.sampling.first(num_rows), ring=ring)
 
     def move(self, source: int, goal: int) -> None:
-        """Copy a row over another one."""
         parts = [getattr(self, field.name) for field in fields(self)]
         for part in [part for part in parts if isinstance(part, Tensor)] + self.sampling.tensors():
             part[goal].copy_(part[source])

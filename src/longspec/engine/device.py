@@ -260,7 +260,6 @@ class Device:
             self.ranks.check()
 
     def _activate(self, wanted: list[bool]) -> None:
-        """Say which of the first rows the next round is for."""
         size = len(wanted)
         if self._active[:size] != wanted:
             self.slots.active[:size] = self._send(wanted)
@@ -272,7 +271,6 @@ class Device:
         return self._segments[size]
 
     def segments_work(self, size: int, sampled: bool) -> Work:
-        """What takes in so many segments of prompts."""
         work = self._segments_of(size)
         return ("segments", size, sampled), partial(take_segments, self.models, self.slots, work, sampled)
 
@@ -283,8 +281,6 @@ class Device:
         return ("ring", size), partial(read_into_rings, self.models, self.slots, self._rings[size])
 
     def round_work(self, method: Method, size: int, sampled: bool) -> Work:
-        """A round over the first rows."""
-
         def launch() -> None:
             # The views of the first rows are made here, because a replay does not need them.
             run_round(self.models, self.slots.first(size), method, sampled)
@@ -303,7 +299,6 @@ class Device:
 
     @on_every_rank
     def prepare(self, keys: Sequence[tuple[Any, ...]]) -> None:
-        """Record what is found by these keys."""
         kinds: dict[Any, Callable[..., Work]] = {"segments": self.segments_work, "ring": self.ring_work}
         works = [
             kinds[kind](*rest) if kind in kinds else self.round_work(kind, *rest) for kind, *rest in keys

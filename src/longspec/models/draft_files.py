@@ -242,7 +242,6 @@ def _check_target(path: Path, record: DraftRecord, here: Fingerprint, target_nam
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a draft's folder or file."""
     file = path
     if path.is_dir():
         candidates = ("model.safetensors", PUBLISHED_FILE, "pytorch_model.bin")

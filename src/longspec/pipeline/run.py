@@ -162,7 +162,6 @@ class _Making:
         self._sources = Sources(work, plan, options)
 
     def steps(self) -> Iterator[Step]:
-        """In the order in which they run."""
         sources, written = self._sources, {one.name: one for one in self._plan.written}
         yield self._file_step("prompts for passages", "passage_prompts", sources.make_passage_prompts)
         yield self._write_step(written.pop("passages"))

@@ -85,7 +85,6 @@ class Sources:
         return [one for one in found if one not in held]
 
     def held_out(self) -> HeldOut:
-        """The texts that the draft will be measured on."""
         own = self.work / OWN_HELD_OUT
         return HeldOut.read([str(BUILTIN), *([str(own)] if own.exists() else [])])
 

@@ -81,9 +81,7 @@ class Piece:
 class Vocabulary(Protocol):
     """Tokens one by one, for logprobs."""
 
-    def spelled(self, token: int) -> tuple[str, list[int]]:
-        """A token's text and its bytes."""
-        ...
+    def spelled(self, token: int) -> tuple[str, list[int]]: ...
 
 
 @dataclass
@@ -107,12 +105,10 @@ class Answer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more will come."""
         return all(choice.row.end is not None for choice in self.choices)
 
     @property
     def error(self) -> End | None:
-        """What kept the engine from answering."""
         ends = [choice.row.end for choice in self.choices]
         return next((end for end in ends if end is not None and end.error is not None), None)
 
@@ -243,7 +239,6 @@ class Speculation:
         """Rounds that had a token accepted at each depth."""
 
     def add(self, row: Row) -> None:
-        """Count a row's rounds, once it has ended."""
         if row.end is None:
             return
         self.num_steps += row.end.num_steps

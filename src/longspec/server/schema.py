@@ -151,17 +151,14 @@ class Asked(Strict):
 
     @property
     def num_new(self) -> int | None:
-        """The most tokens of an answer."""
         return self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `Sequence.num_logprobs`."""
         raise NotImplementedError
 
     @property
     def num_answers(self) -> int:
-        """Choices of all prompts."""
         return self.n
 
     @property
@@ -210,17 +207,14 @@ class ChatRequest(Asked):
 
     @property
     def num_new(self) -> int | None:
-        """Under either name."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `Sequence.num_logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def size(self) -> int:
-        """See `Asked`."""
         return sum(len(one.content) for one in self.messages)
 
 
@@ -234,22 +228,18 @@ class CompletionRequest(Asked):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `Sequence.num_logprobs`."""
         return self.logprobs
 
     @property
     def num_answers(self) -> int:
-        """See `Asked`."""
         return self.n * len(self.prompts)
 
     @property
     def size(self) -> int:
-        """See `Asked`."""
         return sum(map(len, self.prompts))
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Those that were given, one or several."""
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]
         return list(self.prompt)  # type: ignore[arg-type]

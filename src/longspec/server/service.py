@@ -89,7 +89,6 @@ class Service:
         return self._num_coming + self.link.num_open
 
     def about_model(self) -> dict[str, Any]:
-        """What /v1/models tells."""
         facts = self.facts
         return {
             "id": facts.name,
@@ -182,7 +181,6 @@ class Service:
             )
 
     def _prepare(self, asked: Asked) -> tuple[list[Sequence], list[TextStream], str | None]:
-        """Tokenise the prompts and make the sequences."""
         prompts = self._prompts(asked)
         settings = read_options(asked.options() | self._method(asked))
         self._check_length(asked, max(map(len, prompts)))

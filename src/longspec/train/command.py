@@ -26,7 +26,6 @@ from longspec.records import read_yaml
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `longspec train` and of `python -m longspec.train`."""
     parser.add_argument("overrides", nargs="*", metavar="NAME=VALUE", help="settings, as Hydra reads them")
     parser.add_argument(
         "--config-name",
@@ -132,7 +131,6 @@ def _values(overrides: list[str]) -> list[str]:
 
 
 def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> Any:
-    """The settings as Hydra composes them from the groups and these overrides."""
     try:
         from hydra import compose, initialize_config_module
         from hydra.core.config_store import ConfigStore
@@ -158,7 +156,6 @@ def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> A
 
 
 def _complete(config: Any) -> Any:
-    """Refuse settings that lack a required value."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

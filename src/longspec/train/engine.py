@@ -85,7 +85,6 @@ def _leave() -> None:
 
 
 def local_device(name: str) -> torch.device:
-    """The device of this process among those of its machine."""
     from longspec.models.placement import pick_device
 
     device = pick_device(name)
@@ -101,7 +100,6 @@ def local_device(name: str) -> torch.device:
 
 
 def zero_stage(settings: dict[str, Any]) -> int:
-    """The ZeRO stage that DeepSpeed's settings name."""
     zero = settings.get("zero_optimization", {})
     stage = zero.get("stage", 0) if isinstance(zero, dict) else zero
     if stage not in (0, 1, 2, 3):
@@ -210,13 +208,11 @@ class TrainingEngine:
             ) from error
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote."""
         path, _ = self.draft.load_checkpoint(str(folder), tag=_TAG)
         if path is None:
             raise UserError(f"the checkpoint {folder} has no state of this optimizer")
 
     def wait(self) -> None:
-        """Wait until every process has come here."""
         if self.processes.world_size > 1:
             dist.barrier()
 

@@ -55,7 +55,6 @@ class Mixture:
         return _join([self.datasets[which][place * joined + part] for part in range(joined)])
 
     def check(self, vocab_size: int, tokenizer: str | None, target_name: str) -> None:
-        """Refuse datasets that another tokenizer made."""
         for dataset in self.datasets:
             dataset.check(vocab_size, tokenizer, target_name)
 
@@ -84,7 +83,6 @@ class Mixture:
 
 
 def _join(parts: Sequence[Packed]) -> Packed:
-    """Join sequences of equal length."""
     if len(parts) == 1:
         return parts[0]
     length = len(parts[0].tokens)
@@ -103,7 +101,6 @@ class Order:
     seed: int
 
     def index(self, sample: int) -> int:
-        """The index of the sequence of a sample."""
         epoch, place = divmod(sample, self.num_sequences)
         return int(_permutation(self.num_sequences, self.seed, epoch)[place])
 

@@ -90,7 +90,6 @@ def divided(stage: StageSettings, parts: Parts, processes: Processes, device: to
 
 
 def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
-    """Refuse the folder of another run."""
     if settings.resume not in (None, "latest"):
         raise UserError(f"resume is {settings.resume!r}; the one choice is latest")
     if not (run / CONFIG).is_file():
@@ -104,7 +103,6 @@ def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
 
 
 def read_settings(run: Path) -> RunSettings:
-    """The settings that a run started with."""
     found = read_yaml(run / CONFIG, RunSettings)
     if len(found) != 1:
         raise UserError(f"cannot read {run / CONFIG}: it has {len(found)} documents; one is needed")
@@ -279,7 +277,6 @@ class Trainer:
         self.sums.probes.append(probes)
 
     def _log(self, step: int, loggers: list[Logger], update: Callable[..., None]) -> None:
-        """Report the means since the last report."""
         sums, self.sums = self.sums, _Sums()
         loss = float(self.engine.sum(torch.stack(sums.loss).double().sum())) / sums.num_queries
         probes = torch.cat(sums.probes).double()

@@ -10,7 +10,6 @@ from longspec.data.prompts.wordings import wordings, words
 
 
 def code_tasks(rng: Random, library: Library) -> dict[str, Any]:
-    """Something to program, or to say about programs."""
     chance = rng.random()
     if chance < 0.2 and library.has_sources:
         function = library.function(rng)

@@ -52,12 +52,10 @@ class Library:
 
     @property
     def has_books(self) -> bool:
-        """Whether there is prose to quote."""
         return bool(self._books.texts)
 
     @property
     def has_sources(self) -> bool:
-        """Whether there is code to quote."""
         return bool(self._sources.texts)
 
     def long_size(self, rng: Random) -> int:

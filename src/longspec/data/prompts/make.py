@@ -136,7 +136,6 @@ def _fresh(
 
 
 def _texts(record: dict[str, Any]) -> list[str]:
-    """What is said in it."""
     if "messages" in record:
         return [message["content"] for message in record["messages"]]
     return record["turns"] if "turns" in record else [record["prompt"]]

@@ -27,12 +27,10 @@ def _filled(rng: Random, template: str, text: str) -> dict[str, Any]:
 
 
 def summaries(rng: Random, library: Library) -> dict[str, Any]:
-    """A passage to be summed up."""
     return _filled(rng, rng.choice(wordings("passages", "summarise")), library.passage(rng, 500, 3000))
 
 
 def extraction(rng: Random, library: Library) -> dict[str, Any]:
-    """A passage to take something out of."""
     return _filled(rng, rng.choice(wordings("passages", "extract")), library.passage(rng, 300, 1800))
 
 
@@ -44,7 +42,6 @@ def rewriting(rng: Random, library: Library) -> dict[str, Any]:
 
 
 def questions_on_text(rng: Random, library: Library) -> dict[str, Any]:
-    """A passage and a question about it."""
     return _filled(rng, rng.choice(wordings("passages", "ask")), library.passage(rng, 300, 2200))
 
 

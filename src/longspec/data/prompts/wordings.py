@@ -13,7 +13,6 @@ _SECTION = "== "
 
 
 def wordings(file: str, section: str) -> tuple[str, ...]:
-    """The lines of a section."""
     return _read(file)[section]
 
 

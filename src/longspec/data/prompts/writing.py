@@ -48,27 +48,22 @@ def _asked(rng: Random, section: str) -> dict[str, Any]:
 
 
 def explanations(rng: Random, library: Library) -> dict[str, Any]:
-    """A subject to be explained."""
     return _asked(rng, "explain")
 
 
 def lists(rng: Random, library: Library) -> dict[str, Any]:
-    """Lists, tables, ideas."""
     return _asked(rng, "lists")
 
 
 def letters(rng: Random, library: Library) -> dict[str, Any]:
-    """E-mails, letters, advertisements, posts."""
     return _asked(rng, "letters")
 
 
 def stories(rng: Random, library: Library) -> dict[str, Any]:
-    """Stories, poems, scenes."""
     return _asked(rng, "stories")
 
 
 def advice(rng: Random, library: Library) -> dict[str, Any]:
-    """How-to questions and advice."""
     return _asked(rng, "advice")
 
 

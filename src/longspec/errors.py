@@ -43,6 +43,11 @@ def shown(value: Any, quoted: bool = True) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def reason_of(error: BaseException) -> str:
+    """What an error of a library says, as `shown`; the name of its type where it says nothing."""
+    return shown(" ".join(str(error).split()), quoted=False) or type(error).__name__
+
+
 def flag(name: str, value: Any) -> bool:
     """The value, if it is True or False. Not `bool(value)`, because `bool("no")` is True."""
     if not isinstance(value, bool):

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from typing_extensions import TypedDict
 
-from longspec.errors import UserError, shown, whole_number
+from longspec.errors import UserError, reason_of, whole_number
 from longspec.records import read_record
 from longspec.templates import render_chat, start_early
 
@@ -87,8 +87,7 @@ def tokenizer_explained(what: str) -> Iterator[None]:
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:  # a panic in the Rust tokenizers is no Exception
-        reason = shown(" ".join(str(error).split()), quoted=False) or type(error).__name__
-        raise UserError(f"{what}: {reason}") from error
+        raise UserError(f"{what}: {reason_of(error)}") from error
 
 
 class PromptEncoder:

@@ -249,7 +249,7 @@ def test_without_rank_0_the_others_end(pair: tuple[Path, Path]) -> None:
     ("flags", "told"),
     [
         (["--tensor-parallel", "2"], "num_key_value_heads of 3; use 1 or 3"),
-        (["--tensor-parallel", "0"], "'0' is not a whole number of 1 or more"),
+        (["--tensor-parallel", "0"], "tensor_parallel is 0; it must be at least 1"),
         (["--tensor-parallel", "3", "--device", "cpu,cpu"], "names 2 devices, but tensor_parallel is 3"),
         (["--tensor-parallel", "3", "--weights", "int8"], "'int8' do not go with tensor_parallel 3"),
         (["--tensor-parallel", "3", "--device", "cuda"], "torch sees 0 CUDA devices"),

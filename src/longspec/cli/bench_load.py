@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longspec.bench.settings import LoadSetting
-from longspec.cli.arguments import add_model_arguments, add_options, load
+from longspec.cli.arguments import add_model_arguments, add_options, given, load
 from longspec.cli.command import Command
 from longspec.cli.terminal import printable
 from longspec.option import options_of
@@ -36,7 +36,7 @@ def _load(arguments: argparse.Namespace) -> int:
     from longspec.progress import count_bar
 
     check_name(arguments.workload)
-    setting = LoadSetting(**{name: getattr(arguments, name) for name in options_of(LoadSetting)})
+    setting = LoadSetting(**given(arguments, options_of(LoadSetting)))
     model = load(arguments, calibrate=setting.uses_auto)
     data = Path(arguments.data) if arguments.data else None
     workload = fitting(load_workload(arguments.workload, model, data), model, setting.max_new_tokens)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from longspec.cli.arguments import (
     add_device,
+    add_number,
     add_options,
     add_size_arguments,
     add_source,
     add_tensor_parallel,
     add_weights,
-    positive_number,
 )
 from longspec.cli.command import Command
 from longspec.cli.terminal import printable
@@ -82,15 +82,9 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_tensor_parallel(parser)
     add_weights(parser)
-    parser.add_argument(
-        "--context",
-        type=positive_number,
-        metavar="N",
-        help="tokens of prompt and answer (default: the context limit)",
-    )
-    parser.add_argument(
-        "--batch", type=positive_number, default=1, metavar="N", help="prompts at a time (%(default)s)"
-    )
+    about = "tokens of prompt and answer (default: the context limit)"
+    add_number(parser, "--context", None, about, least=1)
+    add_number(parser, "--batch", 1, "prompts at a time", least=1)
     parser.add_argument(
         "--draft",
         metavar="DRAFT",

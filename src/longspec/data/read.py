@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from longspec.data.inputs import InputFile
-from longspec.errors import UserError
+from longspec.errors import UserError, reason_of
 
 _BLOCK = 1 << 20
 _CHUNK_BYTES = 1 << 20
@@ -94,7 +94,7 @@ def _file_chunks(index: int, file: InputFile, start: int, before: int) -> Iterat
             if number == 0:
                 fault = "it is empty"
         except _BROKEN as error:
-            fault = f"the rest cannot be read: {' '.join(str(error).split()) or type(error).__name__}"
+            fault = f"the rest cannot be read: {reason_of(error)}"
     left = file.num_bytes - reported
     yield Chunk(index, file, records, before, left, fault, number + 1 if number else 0)
 

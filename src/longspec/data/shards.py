@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longspec.errors import UserError, shown
+from longspec.errors import UserError, reason_of, shown
 from longspec.models.files import clear_unfinished, write_whole
 from longspec.records import read_record
 
@@ -268,8 +268,7 @@ def _load(path: Path) -> Any:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # a damaged header makes numpy raise what it likes
-        reason = shown(" ".join(str(error).split()), quoted=False)
-        raise UserError(f"cannot read {path}: {reason}; prepare the dataset again") from error
+        raise UserError(f"cannot read {path}: {reason_of(error)}; prepare the dataset again") from error
 
 
 def _fit(arrays: tuple[Any, ...], num_sequences: int, seq_length: int) -> bool:

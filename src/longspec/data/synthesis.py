@@ -36,7 +36,7 @@ from longspec.data.shards import (
 )
 from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence
-from longspec.errors import UserError, check_same, shown
+from longspec.errors import UserError, check_same, reason_of
 from longspec.models.files import write_whole
 from longspec.records import as_record, parse_record, read_record
 
@@ -312,8 +312,9 @@ def _recall(folder: Path, state: SynthesisState) -> None:
                 facts = parse_record(note["facts"].tobytes(), ShardNote, path)
                 state.seen.remember(note["keys"].astype(np.uint64, casting="safe").ravel().tolist())
         except Exception as error:  # a damaged archive makes numpy raise what it likes
-            reason = shown(" ".join(str(error).split()), quoted=False)
-            raise UserError(f"cannot read {path}: {reason}; remove {folder} and begin again") from error
+            raise UserError(
+                f"cannot read {path}: {reason_of(error)}; remove {folder} and begin again"
+            ) from error
         state.num_shards = index + 1
         state.next_sample, state.num_tokens = facts.next_sample, facts.num_tokens
         state.counts = Counter(facts.counts)

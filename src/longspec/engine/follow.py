@@ -21,7 +21,7 @@ from longspec.engine.device import Device, make_device
 from longspec.engine.load import Loaded, load_models
 from longspec.engine.orders import Call, Failed, Load, Open, Order, Ping, Ready, receive, send
 from longspec.engine.ranks import connect, find_store, join_group, torchrun_rank
-from longspec.errors import UserError
+from longspec.errors import UserError, reason_of
 from longspec.models.placement import on_device, out_of_memory, room_on
 from longspec.models.sharding import Shard
 
@@ -53,7 +53,7 @@ class Follower:
         if out_of_memory(error):
             reason = "there is not enough memory"
         elif not isinstance(error, UserError):
-            reason = f"{type(error).__name__}: {(reason.splitlines() or [''])[0]}"
+            reason = f"{type(error).__name__}: {reason_of(error)}"
             # A collective fails because another rank has ended. Let that one be found first.
             time.sleep(2)
         with self._sends:

@@ -30,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from longspec.engine.load import LoadPlan
 from longspec.engine.orders import Answer, Call, Failed, Hello, Load, Order, Ping, Ready, receive, send
-from longspec.errors import UserError
+from longspec.errors import UserError, reason_of
 from longspec.models.placement import room_on
 from longspec.models.sharding import Shard
 
@@ -233,8 +233,7 @@ class Ranks:
             found = self._error
         if found is not None:
             return found
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        self._fail(f"the ranks stopped after an error of rank 0 ({reason})")
+        self._fail(f"the ranks stopped after an error of rank 0 ({reason_of(error)})")
         return error
 
     def _watch(self) -> None:

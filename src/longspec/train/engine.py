@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspec.errors import UserError, shown
+from longspec.errors import UserError, reason_of, shown
 from longspec.models.draft import GlideDraft
 from longspec.models.target import Transformer
 from longspec.train.parallel import check_tp, split_target
@@ -115,8 +115,7 @@ def _settings_explained() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, AttributeError, KeyError, AssertionError) as error:
-        reason = shown(" ".join(str(error).split()), quoted=False) or type(error).__name__
-        raise UserError(f"DeepSpeed refuses the settings in deepspeed.config: {reason}") from error
+        raise UserError(f"DeepSpeed refuses the settings in deepspeed.config: {reason_of(error)}") from error
 
 
 class TrainingEngine:

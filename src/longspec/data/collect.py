@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TextIO
 from longspec.data.held_out import HeldOut
 from longspec.data.records import read_records
 from longspec.errors import UserError
+from longspec.models.files import unfinished
 
 STDLIB = "stdlib"
 BOOK, SOURCE = "book", "source"
@@ -50,25 +50,17 @@ def collect(
     packages: Sequence[str],
     held_out: HeldOut,
     licence: str = "unknown",
-    on_document: Callable[[int], None] = lambda number: None,
 ) -> Collected:
     """Write a JSONL of `text`, `source`, `licence` and `kind`, in a fixed order."""
-    unfinished = output.with_name(f".{output.name}.part")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            made = _write(file, _documents(books, packages, licence), held_out, on_document)
+    with unfinished(output) as path:
+        with open(path, "w", encoding="utf-8") as file:
+            made = _write(file, _documents(books, packages, licence), held_out)
         if not made.num_characters:
             raise UserError("there is nothing to collect: give books or packages that hold text")
-        os.replace(unfinished, output)
-    finally:
-        unfinished.unlink(missing_ok=True)
     return made
 
 
-def _write(
-    file: TextIO, documents: Iterator[Document], held_out: HeldOut, on_document: Callable[[int], None]
-) -> Collected:
+def _write(file: TextIO, documents: Iterator[Document], held_out: HeldOut) -> Collected:
     licences: dict[str, str] = {}
     counts = {BOOK: 0, SOURCE: 0}
     characters = cut = 0
@@ -82,7 +74,6 @@ def _write(
             characters += len(piece)
         counts[kind] += 1
         licences[source] = under
-        on_document(1)
     return Collected(counts[BOOK], counts[SOURCE], characters, cut, licences)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -26,12 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspec.errors import UserError, reason_of, shown
-from longspec.models.files import clear_unfinished, write_whole
+from longspec.models.files import clear_unfinished, unfinished, write_whole
 from longspec.records import read_record
 
 FORMAT = 1
 _INFO, _ORIGIN = "dataset.json", "shard.json"
-_TEMPORARY = ".building-"
 _MAX_OPEN = 48
 
 
@@ -105,10 +103,6 @@ def write_shard(
     folder: Path, index: int, sequences: Sequence[Packed], vocab_size: int, sources: Iterable[Source]
 ) -> None:
     goal = shard_folder(folder, index)
-    building = folder / f"{_TEMPORARY}{goal.name}-{os.getpid()}"
-    # Left by a killed process with the same id, as in a container that is started again.
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     firsts = np.cumsum([0, *(len(one.starts) for one in sequences)])
     arrays = {
@@ -117,17 +111,14 @@ def write_shard(
         "starts": np.concatenate([one.starts for one in sequences]).astype(np.int32),
         "firsts": firsts.astype(np.int64),
     }
-    try:
+    with unfinished(goal) as building:
+        building.mkdir()
         for name, array in arrays.items():
             _save(building / f"{name}.npy", array)
         origin = Origin(list(sources), len(sequences))
         write_whole(building / _ORIGIN, json.dumps(asdict(origin), indent=1).encode())
         if goal.exists():
             shutil.rmtree(goal)
-        building.rename(goal)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
 
 
 def finish(
@@ -145,8 +136,6 @@ def finish(
             raise UserError(f"{shard} is damaged: remove {folder} and begin again")
         num_sequences, seq_length = num_sequences + len(tokens), tokens.shape[1]
         counts += np.bincount(tokens[roles != Role.PAD], minlength=vocab_size)
-    for leftover in folder.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
     clear_unfinished(folder)
     _save(folder / "counts.npy", counts)
     info = DatasetInfo(

@@ -17,15 +17,14 @@ from longspec.data.records import JsonLines
 from longspec.data.samples import FILES, Script
 from longspec.data.shards import is_finished, tokenizer_fingerprint
 from longspec.data.synthesis import Output, SynthesisSummary, begin, make_dataset, summary_of
+from longspec.engine.load import LoadPlan, load_models
 from longspec.engine.make import make_engine
 from longspec.engine.memory import kv_bytes
 from longspec.errors import UserError
-from longspec.models.checkpoint import WeightFiles
 from longspec.models.files import eos_ids, read_config
-from longspec.models.load import load_target
 from longspec.models.placement import check_fits, free_memory, pick_device, pick_dtype
 from longspec.models.weights import Precision
-from longspec.progress import byte_bar, token_bar
+from longspec.progress import token_bar
 from longspec.prompts import PromptEncoder
 from longspec.records import MOST_BYTES, read_bytes, read_record
 
@@ -52,10 +51,8 @@ def synthesize(options: SynthesisOptions, progress: bool = False) -> SynthesisSu
     known = None if found.entry is None else found.entry.eos_id
     eos = eos_ids(found.folder) | (set() if known is None else {known})
     script = Script(options, encoder, files.get("prompts"), files.get("documents"), topics, eos)
-    num_bytes = config.num_parameters * dtype.itemsize
-    label = f"Loading {options.target}"
-    with WeightFiles(found.folder) as weights, byte_bar(label, num_bytes, progress) as advance:
-        target = load_target(config, weights.tensor, device, dtype, advance)
+    plan = LoadPlan(options.target, found.folder, config, Precision(dtype))
+    target = load_models(plan, device, progress=progress).target
     batch = settings["batch"] or _pick_batch(config, options.seq_length, device, dtype)
     output = Output(
         folder=options.output,

@@ -34,7 +34,7 @@ from longspec.data.synthesize import synthesize
 from longspec.data.work import locked
 from longspec.errors import UserError, check_same
 from longspec.models.draft_files import read_draft_config
-from longspec.models.files import clear_unfinished, read_config, write_whole
+from longspec.models.files import clear_unfinished, read_config, unfinished, write_whole
 from longspec.models.placement import gigabytes, pick_device, pick_dtype
 from longspec.pipeline.card import duration, with_given
 from longspec.pipeline.device import measure_device
@@ -321,9 +321,8 @@ class _Making:
         write_whole(draft / "README.md", with_given(card, self._sources.path("documents")).encode())
         paths = sorted(draft.iterdir(), key=lambda path: path.name == "config.json")
         for path in paths:
-            unfinished = output / f".{path.name}.part"
-            shutil.copy(path, unfinished)
-            unfinished.replace(output / path.name)
+            with unfinished(output / path.name) as copied:
+                shutil.copy(path, copied)
 
 
 def measured_methods(max_lag: int) -> list[str]:

@@ -23,7 +23,7 @@ from longspec.data.prompts.make import make_prompts
 from longspec.data.records import read_document, read_prompt, read_records
 from longspec.data.shards import Dataset, Role
 from longspec.errors import UserError, naming
-from longspec.models.files import write_whole
+from longspec.models.files import unfinished, write_whole
 from longspec.pipeline.options import DraftOptions
 from longspec.pipeline.plan import Plan
 
@@ -133,20 +133,12 @@ class Sources:
     ) -> None:
         if self.path(name).exists():
             return
-        unfinished = self.work / f".{name}.part"
-        make_prompts(
-            unfinished,
-            self.plan.num_prompts[name],
-            library,
-            self.held_out(),
-            shares,
-            self.options.seed,
-            own=own,
-        )
-        if not self.plan.has_template:
-            records = (json.loads(line) for line in unfinished.read_text(encoding="utf-8").splitlines())
-            write_whole(unfinished, _lines({"text": "\n\n".join(_turns(one)) + "\n\n"} for one in records))
-        unfinished.replace(self.path(name))
+        number, seed = self.plan.num_prompts[name], self.options.seed
+        with unfinished(self.path(name)) as path:
+            make_prompts(path, number, library, self.held_out(), shares, seed, own)
+            if not self.plan.has_template:
+                records = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+                write_whole(path, _lines({"text": "\n\n".join(_turns(one)) + "\n\n"} for one in records))
 
 
 def check_own(options: DraftOptions) -> None:

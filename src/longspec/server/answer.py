@@ -6,10 +6,11 @@ import asyncio
 import secrets
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic_core import to_json
 
@@ -78,12 +79,6 @@ class Piece:
     finish_reason: str | None
 
 
-class Vocabulary(Protocol):
-    """Tokens one by one, for logprobs."""
-
-    def spelled(self, token: int) -> tuple[str, list[int]]: ...
-
-
 @dataclass
 class Answer:
     """A request and its choices."""
@@ -91,7 +86,8 @@ class Answer:
     asked: Asked
     choices: list[Choice]
     model_name: str
-    vocabulary: Vocabulary
+    spell: Callable[[int], tuple[str, list[int]]]
+    """A token's own text and bytes."""
     begun: float
     """When the request came, by `time.perf_counter`."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -211,7 +207,7 @@ class Answer:
         if self._is_chat:
             told = [self._chat_logprob(row.tokens[place], row.logprobs[place]) for place in places]
             return {"content": told, "refusal": None}
-        spell = self.vocabulary.spelled
+        spell = self.spell
         texts = [spell(row.tokens[place])[0] for place in places]
         *offsets, choice.num_spelled = accumulate(map(len, texts), initial=choice.num_spelled)
         return {
@@ -226,7 +222,7 @@ class Answer:
         return self._spelled(token, scores[0]) | {"top_logprobs": top}
 
     def _spelled(self, token: int, logprob: float) -> dict[str, Any]:
-        text, raw = self.vocabulary.spelled(token)
+        text, raw = self.spell(token)
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": raw}
 
 

@@ -21,7 +21,6 @@ from longspec.server.wire import (
     Message,
     News,
     Status,
-    framed,
     receive,
     send,
 )
@@ -150,4 +149,4 @@ class Host:
         """Send what is in the outbox; pickling takes time that the leading thread does not have."""
         with contextlib.suppress(OSError):  # the front is gone, which whoever reads sees as well
             while (message := self._outbox.get()) is not None:
-                self._link.sendall(framed(message))
+                send(self._link, message)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from longspec.data.held_out import HeldOut
 from longspec.data.prompts import code, functions, language, maths, passages, writing
 from longspec.data.prompts.library import Library
 from longspec.errors import UserError
+from longspec.models.files import unfinished
 
 Maker = Callable[[Random, Library], dict[str, Any]]
 # How often another prompt is tried in the place of one that is there already or held out.
@@ -79,7 +79,6 @@ def make_prompts(
     held_out: HeldOut,
     shares: Mapping[str, float] | None = None,
     seed: int = 0,
-    on_prompt: Callable[[int], None] = lambda number: None,
     own: Sequence[dict[str, Any]] = (),
 ) -> Made:
     """Write a JSONL of so many different prompts: `id`, `kind`, and `prompt`, `turns` or `messages`.
@@ -93,25 +92,18 @@ def make_prompts(
     dropped: Counter[str] = Counter()
     seen: set[bytes] = set()
     characters = 0
-    unfinished = output.with_name(f".{output.name}.part")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            for index in range(number):
-                rng = Random(f"{seed} {index}")
-                if index % 2 and index // 2 < _OWN_TIMES * len(own):
-                    kind, record = "own", own[index // 2 % len(own)]
-                else:
-                    kind = rng.choices(names, weights)[0]
-                    record = _fresh(rng, kind, library, held_out, seen, dropped)
-                line = json.dumps(record | {"id": f"{kind}-{index}", "kind": kind}, ensure_ascii=False)
-                file.write(line + "\n")
-                counts[kind] += 1
-                characters += len(line)
-                on_prompt(1)
-        os.replace(unfinished, output)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with unfinished(output) as path, open(path, "w", encoding="utf-8") as file:
+        for index in range(number):
+            rng = Random(f"{seed} {index}")
+            if index % 2 and index // 2 < _OWN_TIMES * len(own):
+                kind, record = "own", own[index // 2 % len(own)]
+            else:
+                kind = rng.choices(names, weights)[0]
+                record = _fresh(rng, kind, library, held_out, seen, dropped)
+            line = json.dumps(record | {"id": f"{kind}-{index}", "kind": kind}, ensure_ascii=False)
+            file.write(line + "\n")
+            counts[kind] += 1
+            characters += len(line)
     return Made(dict(counts.most_common()), characters, dropped["held out"], dropped["repeated"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -13,11 +13,10 @@ from typing import Any
 
 from longspec.data.held_out import HeldOut
 from longspec.data.prompts import code, functions, language, maths, passages, writing
-from longspec.data.prompts.library import Library
+from longspec.data.prompts.library import Library, Maker
 from longspec.errors import UserError
 from longspec.models.files import unfinished
 
-Maker = Callable[[Random, Library], dict[str, Any]]
 # How often another prompt is tried in the place of one that is there already or held out.
 _TRIES = 100
 # A prompt of the user is answered so many times, at different temperatures.
@@ -38,19 +37,19 @@ KINDS: dict[str, Kind] = {
     "maths": Kind(maths.maths, 8),
     "code": Kind(code.code_tasks, 9),
     "function_heads": Kind(functions.function_heads, 9),
-    "summaries": Kind(passages.summaries, 12, needs_books=True),
-    "extraction": Kind(passages.extraction, 4, needs_books=True),
+    "summaries": Kind(passages.quoting("summarise", 500, 3000), 12, needs_books=True),
+    "extraction": Kind(passages.quoting("extract", 300, 1800), 4, needs_books=True),
     "rewriting": Kind(passages.rewriting, 5, needs_books=True),
-    "questions_on_text": Kind(passages.questions_on_text, 5, needs_books=True),
+    "questions_on_text": Kind(passages.quoting("ask", 300, 2200), 5, needs_books=True),
     "retrieval": Kind(passages.retrieval, 6, needs_books=True),
     "translation": Kind(language.translation, 11),
     "sentences": Kind(language.sentence_work, 5),
-    "explanations": Kind(writing.explanations, 7),
-    "lists": Kind(writing.lists, 5),
-    "letters": Kind(writing.letters, 4),
-    "stories": Kind(writing.stories, 4),
-    "advice": Kind(writing.advice, 5),
-    "structured": Kind(writing.structured, 4),
+    "explanations": Kind(writing.asking("explain"), 7),
+    "lists": Kind(writing.asking("lists"), 5),
+    "letters": Kind(writing.asking("letters"), 4),
+    "stories": Kind(writing.asking("stories"), 4),
+    "advice": Kind(writing.asking("advice"), 5),
+    "structured": Kind(writing.asking("json"), 4),
     "reports": Kind(writing.reports, 3),
     "roles": Kind(writing.roles, 3),
     "conversations": Kind(writing.conversations, 6),

@@ -28,6 +28,13 @@ def words(section: str) -> tuple[str, ...]:
     return wordings("words", section)
 
 
+def filled(template: str, quoted: str, **values: str) -> str:
+    """A wording with its places filled; what is quoted comes last, because it may have braces of its own."""
+    for place, value in values.items():
+        template = template.replace(f"{{{place}}}", value)
+    return template.replace("{}", quoted)
+
+
 @cache
 def _read(file: str) -> dict[str, tuple[str, ...]]:
     found: dict[str, list[str]] = {}

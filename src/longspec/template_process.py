@@ -56,18 +56,14 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Without the HTML escapes of jinja2's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
 @functools.cache
 def _compiled(template: str) -> Template:
     """With the settings and names that Hugging Face's templates are written for."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
+    # Without the HTML escapes of jinja2's own filter.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals |= {
         "raise_exception": _refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),

@@ -211,7 +211,6 @@ def _bench(arguments: argparse.Namespace, settings: RunSetting, workloads: Workl
     from longspec.bench.report import markdown
     from longspec.bench.run import bench
     from longspec.hub import resolve
-    from longspec.progress import count_bar
 
     name = f"bench-{arguments.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(arguments.output or Path("outputs") / name)
@@ -223,10 +222,7 @@ def _bench(arguments: argparse.Namespace, settings: RunSetting, workloads: Workl
         folder = resolve(arguments.target, revision=arguments.revision, offline=arguments.offline).folder
         assistant = resolve(arguments.assistant).folder if arguments.assistant else None
         others, missing = baselines(model, folder, assistant)
-    figures = bench(
-        *(model, chosen, settings, output, others, missing),
-        bar=lambda total: count_bar("answers", total),
-    )
+    figures = bench(model, chosen, settings, output, others, missing, progress=True)
     if arguments.json:
         print(json.dumps({"run": str(output), "figures": [asdict(one) for one in figures]}))
     else:

@@ -33,14 +33,13 @@ def _load(arguments: argparse.Namespace) -> int:
     from longspec.bench.load import measure_load
     from longspec.bench.workloads import fitting
     from longspec.models.files import write_whole
-    from longspec.progress import count_bar
 
     check_name(arguments.workload)
     setting = LoadSetting(**given(arguments, options_of(LoadSetting)))
     model = load(arguments, calibrate=setting.uses_auto)
     data = Path(arguments.data) if arguments.data else None
     workload = fitting(load_workload(arguments.workload, model, data), model, setting.max_new_tokens)
-    found = measure_load(model, workload, setting, count_bar)
+    found = measure_load(model, workload, setting, progress=True)
     text = json.dumps(asdict(found))
     if arguments.output:
         write_whole(Path(arguments.output), text.encode() + b"\n")

@@ -16,7 +16,7 @@ class Command:
 
     about: str
     """Its help page; lists of commands show the first line."""
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    add_arguments: Callable[[argparse.ArgumentParser], object]
     run: Callable[[argparse.Namespace], int] | None = None
     """Returns the exit code. None for a command that has commands of its own."""
 

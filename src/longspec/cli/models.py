@@ -42,10 +42,6 @@ longspec info qwq --tensor-parallel 2
 """
 
 
-def _add_models(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print a JSON list")
-
-
 def _models(arguments: argparse.Namespace) -> int:
     from longspec.hub import MODELS, default_draft, on_disk, shipped_draft
     from longspec.hub.embedded import REQUIREMENT
@@ -226,5 +222,9 @@ def _report(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-MODELS = Command(_MODELS, _add_models, _models)
+MODELS = Command(
+    _MODELS,
+    lambda parser: parser.add_argument("--json", action="store_true", help="print a JSON list"),
+    _models,
+)
 INFO = Command(_INFO, _add_info, _info)

@@ -31,7 +31,7 @@ from longspec.data.work import claimed, encode_in_order
 from longspec.errors import UserError, check_same, entry
 from longspec.hub import resolve_tokenizer
 from longspec.models.files import clear_unfinished, write_whole
-from longspec.progress import byte_bar
+from longspec.progress import count_bar
 from longspec.prompts import PromptEncoder
 from longspec.records import as_record, read_record
 
@@ -110,7 +110,7 @@ def prepare(options: PrepareOptions, progress: bool = False) -> PrepareSummary:
         chunks = read_chunks(files, job.state.position, options.skip, options.limit)
         total = sum(file.num_bytes for file in files)
         workers = min(options.workers, -(-total // _WORKER_BYTES))
-        with byte_bar("Preparing", total, progress) as advance:
+        with count_bar("Preparing", total, progress, in_bytes=True) as advance:
             advance(sum(file.num_bytes for file in files[: job.state.position.file]))
             for chunk, outcomes in encode_in_order(encoder, chunks, workers):
                 job.take(chunk, outcomes)

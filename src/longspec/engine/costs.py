@@ -246,16 +246,6 @@ def read_calibration(path: Path) -> Calibration | None:
     return found if all(sensible) and found.tries >= 1 else None
 
 
-def write_calibration(path: Path, calibration: Calibration) -> OSError | None:
-    """Keep it for the next load. A disk that refuses is no reason to stop: it is returned."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(asdict(calibration), indent=1).encode())
-    except OSError as error:
-        return error
-    return None
-
-
 def known_costs(device: Device, methods: tuple[Method, ...], progress: bool = False) -> Costs:
     """What these methods cost on this machine: read from disk, or measured now and kept."""
     path = calibration_path(device, methods)
@@ -275,8 +265,10 @@ def known_costs(device: Device, methods: tuple[Method, ...], progress: bool = Fa
                 "longspec: other programs are using the processors, so the next load measures again",
                 file=sys.stderr,
             )
-        error = write_calibration(path, known)
-        if error is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(asdict(known), indent=1).encode())
+        except OSError as error:  # no reason to stop
             print(f"longspec: cannot keep the measurements: {error}", file=sys.stderr)
     return Costs(known.times, methods)
 

@@ -20,7 +20,7 @@ from longspec.models.placement import gigabytes, memory_explained
 from longspec.models.sharding import Shard
 from longspec.models.target import Transformer
 from longspec.models.weights import Precision
-from longspec.progress import byte_bar
+from longspec.progress import count_bar
 
 # A CPU uses only this many of a draft's tokens, the most frequent ones; the context's own tokens are added.
 _CPU_VOCAB = 8192
@@ -72,7 +72,7 @@ def _load_target(plan: LoadPlan, device: torch.device, shard: Shard | None, prog
     with (
         memory_explained(what, _SMALLER),
         WeightFiles(plan.folder) as weights,
-        byte_bar(f"Loading {plan.name}", num_bytes, progress) as advance,
+        count_bar(f"Loading {plan.name}", num_bytes, progress, in_bytes=True) as advance,
     ):
         return load_target(config, weights.tensor, device, precision, advance, shard=shard)
 

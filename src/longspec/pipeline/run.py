@@ -181,10 +181,8 @@ class _Making:
         summary = self._work / "measured" / "summary.json"
         reserved = _MEASURING * self._plan.seconds if self._plan.is_limited else 0.0
         yield Step("measure", reserved, summary.is_file, self._measure)
-        yield Step("publish", 0, self._is_published, lambda _: self._publish())
-
-    def _is_published(self) -> bool:
-        return (self._options.output / "config.json").is_file()
+        published = self._options.output / "config.json"
+        yield Step("publish", 0, published.is_file, lambda _: self._publish())
 
     def _file_step(self, name: str, file: str, make: Callable[[], None]) -> Step:
         path = self._sources.path(file)
@@ -243,11 +241,9 @@ class _Making:
     ) -> list[str]:
         """The settings of a stage as Hydra reads them."""
         folders = [self._work / "data" / name for name in stage.datasets]
-        held_out = min(
-            _HELD_OUT_SEQUENCES,
-            _HELD_OUT_TOKENS // stage.seq_length,
-            self._num_sequences(folders[-1], stage.seq_length) // 8,
-        )
+        last = read_info(folders[-1])
+        num_sequences = last.num_sequences * last.seq_length // stage.seq_length
+        held_out = min(_HELD_OUT_SEQUENCES, _HELD_OUT_TOKENS // stage.seq_length, num_sequences // 8)
         few = max(10, stage.steps // 10)
         values: dict[str, Any] = {
             "name": "draft",
@@ -271,10 +267,6 @@ class _Making:
         }
         values |= {} if previous is None else {"draft.path": str(previous)}
         return [f"stage={stage.name}", "resume=latest", *(f"{k}={_quoted(v)}" for k, v in values.items())]
-
-    def _num_sequences(self, folder: Path, seq_length: int) -> int:
-        info = read_info(folder)
-        return info.num_sequences * info.seq_length // seq_length
 
     def _export(self, draft: Path) -> None:
         from longspec.train.export import export

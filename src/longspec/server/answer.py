@@ -15,7 +15,6 @@ from typing import Any
 from pydantic_core import to_json
 
 from longspec import __version__
-from longspec.engine.sequence import Logprobs
 from longspec.server.schema import Asked, ChatRequest, StreamOptions
 from longspec.server.wire import End, Row
 from longspec.text import TextStream
@@ -205,7 +204,11 @@ class Answer:
         places = range(news.first, max(end, news.first))
         scores = [row.logprobs[place] for place in places]
         if self._is_chat:
-            told = [self._chat_logprob(row.tokens[place], row.logprobs[place]) for place in places]
+            told = []
+            for place in places:
+                chosen, top = row.logprobs[place]
+                others = [self._spelled(*one) for one in top]
+                told.append(self._spelled(row.tokens[place], chosen) | {"top_logprobs": others})
             return {"content": told, "refusal": None}
         spell = self.spell
         texts = [spell(row.tokens[place])[0] for place in places]
@@ -216,10 +219,6 @@ class Answer:
             "top_logprobs": [{spell(token)[0]: value for token, value in top} for _, top in scores],
             "text_offset": offsets,
         }
-
-    def _chat_logprob(self, token: int, scores: Logprobs) -> dict[str, Any]:
-        top = [self._spelled(one, value) for one, value in scores[1]]
-        return self._spelled(token, scores[0]) | {"top_logprobs": top}
 
     def _spelled(self, token: int, logprob: float) -> dict[str, Any]:
         text, raw = self.spell(token)

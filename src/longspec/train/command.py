@@ -188,19 +188,3 @@ def _print_config(config: Any) -> None:
 def _say(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m longspec.train`: the same as `longspec train`, for launchers."""
-    parser = argparse.ArgumentParser(
-        prog="python -m longspec.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(argv))
-    except (UserError, OSError) as error:
-        text = repr(" ".join(str(error).split()))[1:-1]  # one line, without control characters
-        print(f"longspec: error: {text}", file=sys.stderr)
-        return 2

@@ -362,7 +362,8 @@ class Trainer:
         if self.processes.first:
             found = self.acceptance
             draft = GlideDraft(self.parts.pair.target.config, self.parts.pair.draft.config)
-            draft.load_state_dict(weights | _buffers(self.parts.pair.draft))
+            buffers = {name: buffer.cpu() for name, buffer in self.parts.pair.draft.named_buffers()}
+            draft.load_state_dict(weights | buffers)
             table = None if found is None else {"chain": found.chain}
             save_draft(draft, building / "draft", self.fingerprint, self.settings.target.path, table)
         self.engine.wait()
@@ -375,7 +376,3 @@ class Trainer:
             }
             checkpoints.finish(self.folder, step, state, self.settings.saving.keep)
         self.engine.wait()
-
-
-def _buffers(draft: GlideDraft) -> dict[str, torch.Tensor]:
-    return {name: buffer.cpu() for name, buffer in draft.named_buffers() if buffer is not None}

@@ -12,7 +12,7 @@ Advance = Callable[[int], None]
 
 @contextlib.contextmanager
 def count_bar(label: str, total: int, show: bool = True, in_bytes: bool = False) -> Iterator[Advance]:
-    """A bar of `total` items or bytes, if `show` and standard error is a terminal; yields `advance(number)`."""
+    """A bar of `total` items, or bytes, if `show` and this is a terminal; yields `advance(number)`."""
     if not (show and sys.stderr.isatty()):
         yield lambda number: None
         return

@@ -70,11 +70,8 @@ def read_file(path: Path) -> Workload:
     items = []
     for number, (place, values) in enumerate(read_records([str(path)]), 1):
         turns = values["turns"] if "turns" in values else [values.get("prompt")]
-        if (
-            not isinstance(turns, list)
-            or not turns
-            or not all(isinstance(turn, str) and turn.strip() for turn in turns)
-        ):
+        is_list = isinstance(turns, list) and turns
+        if not is_list or not all(isinstance(turn, str) and turn.strip() for turn in turns):
             raise UserError(f"{place}: needs a text 'prompt', or 'turns' that is a list of texts, not empty")
         name = str(values.get("id", values.get("question_id", number)))
         kind = str(values.get("kind") or values.get("category") or path.stem)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,7 @@ def test_the_engines_size_is_given_and_methods_other_than_auto_measure_nothing(
     made: list[LongSpec] = []
     load = LongSpec.from_pretrained
 
+    @wraps(load)
     def noted(*arguments: Any, **options: Any) -> LongSpec:
         made.append(load(*arguments, **options))
         return made[-1]

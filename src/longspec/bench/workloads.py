@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from longspec.api import LongSpec
 from longspec.data.records import read_records
@@ -69,7 +70,7 @@ def read_file(path: Path) -> Workload:
     """The prompts of a file: each record has a `prompt`, or `turns` as in Spec-Bench and EAGLE."""
     items = []
     for number, (place, values) in enumerate(read_records([str(path)]), 1):
-        turns = values["turns"] if "turns" in values else [values.get("prompt")]
+        turns: Any = values["turns"] if "turns" in values else [values.get("prompt")]
         is_list = isinstance(turns, list) and turns
         if not is_list or not all(isinstance(turn, str) and turn.strip() for turn in turns):
             raise UserError(f"{place}: needs a text 'prompt', or 'turns' that is a list of texts, not empty")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from typing_extensions import TypedDict
 
-from longspec.errors import UserError, reason_of, whole_number
+from longspec.errors import UserError, lone_surrogate, reason_of, whole_number
 from longspec.records import read_record
 from longspec.templates import render_chat, start_early
 
@@ -136,9 +136,7 @@ class PromptEncoder:
         return self._tokenize(render_chat(self.tokenizer, messages, open_turn=True), add_special_tokens=False)
 
     def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UserError(f"the prompt is not valid Unicode: it has {text[error.start]!r}") from error
+        if (bad := lone_surrogate(text)) is not None:
+            raise UserError(f"the prompt is not valid Unicode: it has {bad!r}")
         with tokenizer_explained("the target's tokenizer cannot read this text"):
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -14,7 +14,7 @@ from typing import TextIO
 
 from longspec.data.held_out import HeldOut
 from longspec.data.records import read_records
-from longspec.errors import UserError
+from longspec.errors import UserError, lone_surrogate
 from longspec.models.files import unfinished
 
 STDLIB = "stdlib"
@@ -81,7 +81,7 @@ def _documents(books: Sequence[str], packages: Sequence[str], licence: str) -> I
     for book in books:
         for _, record in read_records([book]):
             text = record.get("text")
-            if not isinstance(text, str) or not _encodes(text):
+            if not isinstance(text, str) or lone_surrogate(text) is not None:
                 raise UserError(f"a record of {book} has no text 'text'")
             source = str(record.get("source", Path(book).name.partition(".")[0]))
             yield BOOK, source, str(record.get("licence", licence)), _plain(text)
@@ -101,10 +101,6 @@ def _split(text: str) -> Iterator[str]:
         yield text[:end]
         text = text[end:]
     yield text
-
-
-def _encodes(text: str) -> bool:
-    return text.encode("utf-8", "replace").decode() == text
 
 
 def _plain(text: str) -> str:

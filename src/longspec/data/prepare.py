@@ -94,7 +94,7 @@ def prepare(options: PrepareOptions, progress: bool = False) -> PrepareSummary:
     target = resolve_tokenizer(
         options.target, revision=options.revision, offline=options.offline, progress=progress
     )
-    tokenizer = PromptEncoder(target.folder, target.entry.chat_template if target.entry else None).tokenizer
+    tokenizer = PromptEncoder(target.folder, target.chat_template).tokenizer
     encoder = Encoder(options, tokenizer)
     settings = _settings(options, files, encoder)
     with claimed(options.folder, _STATE):

@@ -47,9 +47,8 @@ def synthesize(options: SynthesisOptions, progress: bool = False) -> SynthesisSu
     if is_finished(options.output):
         return summary_of(options.output)
     found, config = _find(options, device, dtype, progress)
-    encoder = PromptEncoder(found.folder, found.entry.chat_template if found.entry else None)
-    known = None if found.entry is None else found.entry.eos_id
-    eos = eos_ids(found.folder) | (set() if known is None else {known})
+    encoder = PromptEncoder(found.folder, found.chat_template)
+    eos = eos_ids(found.folder, found.eos_id)
     script = Script(options, encoder, files.get("prompts"), files.get("documents"), topics, eos)
     plan = LoadPlan(options.target, found.folder, config, Precision(dtype))
     target = load_models(plan, device, progress=progress).target

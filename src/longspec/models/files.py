@@ -79,9 +79,9 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return read_record(path, dict[str, Any]) if path.is_file() else {}
 
 
-def eos_ids(folder: Path) -> frozenset[int]:
-    """Every token id that ends an answer, from the model's files."""
-    found: set[int] = set()
+def eos_ids(folder: Path, *more: int | None) -> frozenset[int]:
+    """Every token id that ends an answer: from the model's files, and `more`, where they are known."""
+    found = {one for one in more if one is not None}
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         ids = read_record(path, dict[str, Any]).get("eos_token_id") if path.is_file() else None

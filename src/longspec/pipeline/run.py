@@ -98,7 +98,7 @@ def plan_draft(options: DraftOptions) -> Plan:
     files = hub.resolve(options.target, config_only=True)
     config = read_config(files.folder, files.config)
     tokenizer = hub.resolve_tokenizer(options.target)
-    encoder = PromptEncoder(tokenizer.folder, tokenizer.entry.chat_template if tokenizer.entry else None)
+    encoder = PromptEncoder(tokenizer.folder, tokenizer.chat_template)
     return make_plan(
         options.target,
         config,

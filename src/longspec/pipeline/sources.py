@@ -101,7 +101,7 @@ class Sources:
             else [{"text": text, "source": own.name, "licence": licence} for text in read_own_documents(own)]
         )
         write_whole(books, _lines([*given, *written_texts(self.work / "data" / "passages", tokenizer)]))
-        packages = [name for name in PACKAGES if _is_installed(name)]
+        packages = [name for name in PACKAGES if is_installed(name)]
         chosen = [STDLIB, *(packages if self.plan.tokens >= _MANY_TOKENS else ())]
         collected = self.work / "collected.jsonl"
         collect(collected, [str(books)], chosen, self.held_out())
@@ -209,7 +209,7 @@ def _lines(records: Any) -> bytes:
     return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in records).encode()
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     try:
         return bool(metadata.version(name))
     except metadata.PackageNotFoundError:

@@ -45,11 +45,7 @@ class Collected:
 
 
 def collect(
-    output: Path,
-    books: Sequence[str],
-    packages: Sequence[str],
-    held_out: HeldOut,
-    licence: str = "unknown",
+    output: Path, books: Sequence[str], packages: Sequence[str], held_out: HeldOut, licence: str = "unknown"
 ) -> Collected:
     """Write a JSONL of `text`, `source`, `licence` and `kind`, in a fixed order."""
     with unfinished(output) as path:

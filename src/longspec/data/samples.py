@@ -208,13 +208,7 @@ class Script:
         limit = min(room, options.seq_length - len(prompt))
         seed = (sample.noise ^ sample.num_sequences) % _SEEDS
         return Sequence(
-            list(prompt),
-            limit,
-            _sampling(temperature),
-            seed,
-            self._eos_ids,
-            VANILLA,
-            keep_until=_LoopWatch(),
+            list(prompt), limit, _sampling(temperature), seed, self._eos_ids, VANILLA, keep_until=_LoopWatch()
         )
 
     def take(self, written: Iterable[tuple[Sample, list[int], bool]]) -> None:

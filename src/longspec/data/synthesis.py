@@ -26,14 +26,7 @@ from longspec.data.options import MODES
 from longspec.data.pack import Document, pack_whole
 from longspec.data.samples import AT_ONCE, Sample, Script
 from longspec.data.screen import Seen
-from longspec.data.shards import (
-    Source,
-    finish,
-    is_finished,
-    read_info,
-    shard_folder,
-    write_shard,
-)
+from longspec.data.shards import Source, finish, is_finished, read_info, shard_folder, write_shard
 from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError, check_same, reason_of

@@ -40,8 +40,7 @@ def converted(path: Path, *, progress: bool = True) -> Path:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     key = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:12]
     return build_folder(
-        cache_dir() / "gguf" / f"{path.stem}-{key}",
-        lambda folder: convert(path, folder, progress=progress),
+        cache_dir() / "gguf" / f"{path.stem}-{key}", lambda folder: convert(path, folder, progress=progress)
     )
 
 

@@ -12,18 +12,7 @@ from longspec.api import LongSpec
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 from longspec.server.constraint import Grammars
-from longspec.server.wire import (
-    Ask,
-    AskStatus,
-    Cancel,
-    End,
-    Facts,
-    Message,
-    News,
-    Status,
-    receive,
-    send,
-)
+from longspec.server.wire import Ask, AskStatus, Cancel, End, Facts, Message, News, Status, receive, send
 from longspec.text import TextStream
 
 

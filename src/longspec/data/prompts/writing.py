@@ -66,10 +66,7 @@ def roles(rng: Random, library: Library) -> dict[str, Any]:
     """A system message, and then a question."""
     asked = _drawn(rng, "explain", "advice", "lists", "letters")
     return {
-        "messages": [
-            {"role": "system", "content": _drawn(rng, "system")},
-            {"role": "user", "content": asked},
-        ]
+        "messages": [{"role": "system", "content": _drawn(rng, "system")}, {"role": "user", "content": asked}]
     }
 
 

@@ -320,10 +320,7 @@ def _pieces(model: LongSpec, sequence: Sequence, text: TextStream) -> Generator[
 
 
 def name_of(what: str, given: Any) -> str:
-    try:
-        name = os.fspath(given)
-    except TypeError:
-        name = None
+    name = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if not isinstance(name, str):
         raise UserError(f"{what} is {given!r}; a name or a path is needed")
     return name

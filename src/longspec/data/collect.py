@@ -6,8 +6,8 @@ import json
 import re
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TextIO
@@ -31,46 +31,31 @@ Document = tuple[str, str, str, str]
 """Kind, source, licence, text."""
 
 
-@dataclass(frozen=True)
-class Collected:
-    """What was written."""
-
-    num_books: int
-    num_sources: int
-    num_characters: int
-    num_cut: int
-    """Documents of which held-out parts were left out."""
-    licences: dict[str, str]
-    """Of each source."""
-
-
 def collect(
     output: Path, books: Sequence[str], packages: Sequence[str], held_out: HeldOut, licence: str = "unknown"
-) -> Collected:
-    """Write a JSONL of `text`, `source`, `licence` and `kind`, in a fixed order."""
+) -> Counter[str]:
+    """Write a JSONL of `text`, `source`, `licence` and `kind`, in a fixed order; returns the documents of each
+    kind, those of which held-out parts were cut, and the characters."""
     with unfinished(output) as path:
         with open(path, "w", encoding="utf-8") as file:
             made = _write(file, _documents(books, packages, licence), held_out)
-        if not made.num_characters:
+        if not made["characters"]:
             raise UserError("there is nothing to collect: give books or packages that hold text")
     return made
 
 
-def _write(file: TextIO, documents: Iterator[Document], held_out: HeldOut) -> Collected:
-    licences: dict[str, str] = {}
-    counts = {BOOK: 0, SOURCE: 0}
-    characters = cut = 0
+def _write(file: TextIO, documents: Iterator[Document], held_out: HeldOut) -> Counter[str]:
+    counts: Counter[str] = Counter()
     for kind, source, under, text in documents:
         pieces = held_out.cut(text)
-        cut += pieces != [text]
         kept = pieces if len(pieces) == 1 else [one for one in pieces if len(one) >= _LEAST_PIECE]
         for piece in (short for one in kept for short in _split(one)):
             line = {"text": piece, "source": source, "licence": under, "kind": kind}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            characters += len(piece)
+            counts["characters"] += len(piece)
+        counts["cut"] += pieces != [text]
         counts[kind] += 1
-        licences[source] = under
-    return Collected(counts[BOOK], counts[SOURCE], characters, cut, licences)
+    return counts
 
 
 def _documents(books: Sequence[str], packages: Sequence[str], licence: str) -> Iterator[Document]:

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -90,7 +91,8 @@ class Engine:
         policy = Policy(unmeasured(draft), acceptance or {}, Costs({}, ()))
         self.loop = Loop(self.device, self.scheduler, policy, self.candidates)
         self._known_choices: dict[MethodChoice, MethodChoice] = {}
-        self._orders: SimpleQueue[tuple[str, Sequence | None]] = SimpleQueue()
+        self._orders: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        """What other threads ask of the one that leads."""
         self._leads = threading.Lock()
         self._leader: int | None = None
         self._news = threading.Condition()
@@ -112,7 +114,7 @@ class Engine:
             # One object for equal methods, so that rounds are grouped without comparing them.
             sequence.method = self._known_choices.setdefault(sequence.method, sequence.method)
             sequence.submitted_at = time.perf_counter()
-            self._orders.put(("add", sequence))
+            self._orders.put(partial(self.scheduler.waiting.append, sequence))
 
     def _check(self, sequence: Sequence) -> None:
         """Refuse what can never be answered."""
@@ -205,7 +207,7 @@ class Engine:
             yield
         finally:
             over.set()
-            self._orders.put(("wake", None))
+            self._orders.put(lambda: None)  # so that it looks
             thread.join()
 
     def _work(self) -> None:
@@ -230,7 +232,7 @@ class Engine:
         """
         if not sequence.submitted_at or sequence.finished:
             return
-        self._orders.put(("cancel", sequence))
+        self._orders.put(partial(self.loop.cancel, sequence))
         if waits and self._leader != threading.get_ident():
             self.lead(lambda: sequence.finished)
 
@@ -253,7 +255,7 @@ class Engine:
 
     def forget(self) -> None:
         """Let go of all texts that no sequence holds."""
-        self._orders.put(("forget", None))
+        self._orders.put(self.scheduler.pool.forget_all)
 
     @property
     def statistics(self) -> Statistics:
@@ -312,12 +314,6 @@ class Engine:
         with contextlib.suppress(Empty):
             order = self._orders.get(block=not self.loop.is_busy, timeout=_LONGEST_WAIT)
             while True:
-                what, sequence = order
-                if what == "forget":
-                    self.scheduler.pool.forget_all()
-                elif sequence is not None and what == "add":
-                    self.scheduler.waiting.append(sequence)
-                elif sequence is not None:
-                    self.loop.cancel(sequence)
+                order()
                 order = self._orders.get_nowait()
         return self.loop.is_busy

@@ -92,7 +92,6 @@ class LoadedDraft:
     """A draft and what its folder says about it."""
 
     draft: GlideDraft
-    target_name: str | None
     acceptance: dict[str, Any]
     """As `AcceptanceTable`; empty if it was not measured."""
 
@@ -197,9 +196,7 @@ def load_draft_for(
                 stacklevel=2,
             )
             break
-    if record is None:
-        return LoadedDraft(draft, None, {})
-    return LoadedDraft(draft, record.target, dict(record.acceptance or {}))
+    return LoadedDraft(draft, dict(record.acceptance or {}) if record else {})
 
 
 def read_draft_config(path: Path) -> DraftConfig:

@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,6 @@ class SavedPlan:
 
     asked: dict[str, Any]
     plan: Plan
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What `spent.json` says: the seconds of the finished steps."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -132,7 +125,8 @@ class _Clock:
 
     def __init__(self, work: Path, plan: Plan, tell: Callable[[str], None]) -> None:
         self._path, self._plan, self._tell = work / _SPENT, plan, tell
-        self._spent = read_record(self._path, Spent).seconds if self._path.is_file() else {}
+        self._spent = read_record(self._path, dict[str, float]) if self._path.is_file() else {}
+        """Seconds of the finished steps."""
 
     def run(self, steps: list[Step]) -> None:
         for number, step in enumerate(steps):
@@ -151,7 +145,7 @@ class _Clock:
             step.run(allowed)
             _free_memory()
             self._spent[step.name] = round(time.perf_counter() - started, 1)
-            write_whole(self._path, json.dumps(asdict(Spent(self._spent))).encode())
+            write_whole(self._path, json.dumps(self._spent).encode())
 
 
 class _Making:

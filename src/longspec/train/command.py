@@ -86,6 +86,9 @@ def _run_stages(overrides: list[str], arguments: argparse.Namespace) -> int:
 
 def _stage_configs(whole: Any, overrides: list[str], arguments: argparse.Namespace) -> list[Any]:
     folder, previous = Path(whole.run), whole.draft.path
+    # What chooses the experiment comes before a stage's own settings.
+    chosen = [one for one in overrides if one.lstrip("+").startswith("experiment=")]
+    values = [one for one in overrides if one not in chosen]
     configs = []
     for name, settings in whole.stages.items():
         # The user's overrides come last and win, but each stage has its own name and folder.
@@ -93,7 +96,7 @@ def _stage_configs(whole: Any, overrides: list[str], arguments: argparse.Namespa
         start = previous if arguments.only is None else _start_alone(whole, str(name))
         own += [] if start is None else [f"draft.path={start}"]
         if arguments.only in (None, name):
-            every = [*_groups(overrides), *settings, *_values(overrides), *own]
+            every = [*chosen, *settings, *values, *own]
             configs.append(compose_config(every, arguments.config_dir))
         previous = folder / str(name)
     return configs
@@ -119,15 +122,6 @@ def _train(config: Any) -> bool:
         return False
     _say(f"done: {folder}")
     return True
-
-
-def _groups(overrides: list[str]) -> list[str]:
-    """The overrides that choose the experiment, which come before a stage's own settings."""
-    return [one for one in overrides if one.lstrip("+").startswith("experiment=")]
-
-
-def _values(overrides: list[str]) -> list[str]:
-    return [one for one in overrides if one not in _groups(overrides)]
 
 
 def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> Any:

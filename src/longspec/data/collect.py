@@ -34,8 +34,10 @@ Document = tuple[str, str, str, str]
 def collect(
     output: Path, books: Sequence[str], packages: Sequence[str], held_out: HeldOut, licence: str = "unknown"
 ) -> Counter[str]:
-    """Write a JSONL of `text`, `source`, `licence` and `kind`, in a fixed order; returns the documents of each
-    kind, those of which held-out parts were cut, and the characters."""
+    """Write a JSONL of `text`, `source`, `licence` and `kind`, in a fixed order.
+
+    Returns how many documents of each kind there were, of how many held-out parts were cut, and characters.
+    """
     with unfinished(output) as path:
         with open(path, "w", encoding="utf-8") as file:
             made = _write(file, _documents(books, packages, licence), held_out)

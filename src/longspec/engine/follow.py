@@ -64,11 +64,9 @@ class Follower:
             self._load(order)
         elif isinstance(order, Open):
             assert self._models is not None
-            models = self._models
-            with on_device(models.target.device):
-                self._device = make_device(
-                    models.target, models.draft, models.head, order.size, order.num_nodes, order.exact
-                )
+            target, draft, head, _ = self._models
+            with on_device(target.device):
+                self._device = make_device(target, draft, head, order.size, order.num_nodes, order.exact)
         elif isinstance(order, Call):
             assert self._device is not None
             with on_device(self._device.models.target.device):

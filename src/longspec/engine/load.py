@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,14 +40,13 @@ class LoadPlan:
     draft_dtype: str = "auto"
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """What an engine computes with."""
 
     target: Transformer
     draft: GlideDraft | None = None
     head: DraftHead | None = None
-    acceptance: dict[str, Any] = field(default_factory=dict)
+    acceptance: dict[str, Any] | None = None
     """The draft's, measured."""
 
 

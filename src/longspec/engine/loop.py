@@ -329,11 +329,8 @@ class Loop:
 
     def _compact(self) -> None:
         """Move rows to the front where that makes rounds smaller."""
-        enough = self.device.bucket(max(1, len(self.scheduler.seats)))
-        while (found := self.scheduler.hole(enough)) is not None:
-            seat, slot = found
-            self.device.move(seat.slot, slot)
-            self.scheduler.move(seat, slot)
+        for left, slot in self.scheduler.compact(self.device.bucket(max(1, len(self.scheduler.seats)))):
+            self.device.move(left, slot)
 
     def _read(self) -> None:
         """Hand what the oldest launch reported to its sequences; those that are done leave together."""

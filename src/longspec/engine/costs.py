@@ -30,8 +30,8 @@ from longspec.models.placement import device_name
 from longspec.progress import count_bar
 from longspec.records import read_record
 
-Times = dict[str, dict[int, list[tuple[int, float]]]]
-"""By a method's label and the number of rows: (context, seconds of a round)."""
+Timed = tuple[str, int, int, float]
+"""A method's label, the number of rows, the context, and the seconds of a round."""
 # Contexts at which rounds are timed.
 PLAIN_CONTEXTS, CAPTURED_CONTEXTS = (256, 2048), (512, 8192, 65536)
 # Rounds that are timed after a warm-up; of plain rounds the least and the most.
@@ -46,9 +46,17 @@ UNMEASURED = 1.3
 class Costs:
     """Seconds of a round by method, rows and context."""
 
-    times: Times
+    times: Mapping[str, Mapping[int, Sequence[tuple[int, float]]]]
+    """By a method's label and the number of rows: (context, seconds)."""
     methods: tuple[Method, ...]
     """Those that were measured beside vanilla."""
+
+    @classmethod
+    def of(cls, timed: Iterable[Timed], methods: tuple[Method, ...]) -> Costs:
+        times: dict[str, dict[int, list[tuple[int, float]]]] = {}
+        for label, num_rows, context, seconds in sorted(timed):
+            times.setdefault(label, {}).setdefault(num_rows, []).append((context, seconds))
+        return cls(times, methods)
 
     def seconds(self, method: Method, num_rows: int, context: int) -> float:
         """Of a round over so many rows of about this length each."""
@@ -89,21 +97,21 @@ def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
 
 def measure(
     device: Device, methods: tuple[Method, ...], on_measured: Callable[[int], None] = lambda number: None
-) -> Times:
+) -> list[Timed]:
     """Time a round of every method and of vanilla, while no sequence runs."""
     on_gpu = device.models.target.device.type == "cuda"
     width = draft_width(methods, device.models)
     timed = {one.label: one.in_full().fit(device.models, width=width) for one in (VANILLA, *methods)}
-    found: Times = {label: {} for label in timed}
+    found: list[Timed] = []
     with torch.inference_mode():
         try:
             for num_rows, contexts in timed_sizes(device).items():
                 for name, context, seconds in _time(device, timed, num_rows, contexts, on_gpu):
-                    found[name].setdefault(num_rows, []).append((context, seconds))
+                    found.append((name, num_rows, context, seconds))
                     on_measured(1)
         finally:  # Ctrl-C may have stopped it between two rounds
             device.rest()
-    return {name: {rows: sorted(points) for rows, points in by.items()} for name, by in found.items()}
+    return found
 
 
 def draft_width(methods: Iterable[Method], models: Models) -> int:
@@ -173,7 +181,7 @@ def _agree(seconds: list[float]) -> bool:
 class Calibration:
     """The times of one model on one machine, as they are kept on disk."""
 
-    times: Times
+    times: list[Timed]
     tries: int
     is_quiet: bool
     """Whether no other program used the processors meanwhile."""
@@ -188,27 +196,16 @@ class Calibration:
 
     def covers(self, methods: Iterable[Method], sizes: Mapping[int, Sequence[int]]) -> bool:
         """Whether it has exactly these methods, numbers of rows and contexts."""
-        wanted = {rows: list(contexts) for rows, contexts in sizes.items()}
-        found = {
-            name: {rows: [context for context, _ in lines] for rows, lines in by.items()}
-            for name, by in self.times.items()
-        }
-        return found == {method.label: wanted for method in methods}
+        places = [(rows, context) for rows, contexts in sizes.items() for context in contexts]
+        wanted = [(method.label, *place) for method in methods for place in places]
+        return sorted(one[:3] for one in self.times) == sorted(wanted)
 
-    def after(self, times: Times, is_quiet: bool) -> Calibration:
+    def after(self, times: list[Timed], is_quiet: bool) -> Calibration:
         """With new times: of two tries that were both disturbed, the shorter times."""
         if is_quiet:
             return Calibration(times, 1, is_quiet)
-        least = {
-            name: {
-                rows: [
-                    (context, min(seconds, old))
-                    for (context, seconds), (_, old) in zip(lines, self.times[name][rows], strict=True)
-                ]
-                for rows, lines in by.items()
-            }
-            for name, by in times.items()
-        }
+        known = {one[:3]: one[3] for one in self.times}
+        least = [(*one[:3], min(one[3], known[one[:3]])) for one in times]
         return Calibration(least, self.tries + 1, is_quiet)
 
 
@@ -242,8 +239,7 @@ def read_calibration(path: Path) -> Calibration | None:
         found = read_record(path, Calibration)
     except UserError:
         return None
-    sensible = (seconds > 0 for by in found.times.values() for lines in by.values() for _, seconds in lines)
-    return found if all(sensible) and found.tries >= 1 else None
+    return found if found.tries >= 1 and all(seconds > 0 for *_, seconds in found.times) else None
 
 
 def known_costs(device: Device, methods: tuple[Method, ...], progress: bool = False) -> Costs:
@@ -270,7 +266,7 @@ def known_costs(device: Device, methods: tuple[Method, ...], progress: bool = Fa
             write_whole(path, json.dumps(asdict(known), indent=1).encode())
         except OSError as error:  # no reason to stop
             print(f"longspec: cannot keep the measurements: {error}", file=sys.stderr)
-    return Costs(known.times, methods)
+    return Costs.of(known.times, methods)
 
 
 class ProcessorLoad:

@@ -15,8 +15,8 @@ from longspec.config import ModelConfig
 from longspec.data.options import SynthesisOptions
 from longspec.data.records import JsonLines
 from longspec.data.samples import FILES, Script
-from longspec.data.shards import is_finished, tokenizer_fingerprint
-from longspec.data.synthesis import Output, SynthesisSummary, begin, make_dataset, summary_of
+from longspec.data.shards import is_finished
+from longspec.data.synthesis import DatasetMaker, SynthesisSummary, begin, summary_of
 from longspec.engine.load import LoadPlan, load_models
 from longspec.engine.make import make_engine
 from longspec.engine.memory import kv_bytes
@@ -53,23 +53,14 @@ def synthesize(options: SynthesisOptions, progress: bool = False) -> SynthesisSu
     plan = LoadPlan(options.target, found.folder, config, Precision(dtype))
     target = load_models(plan, device, progress=progress).target
     batch = settings["batch"] or _pick_batch(config, options.seq_length, device, dtype)
-    output = Output(
-        folder=options.output,
-        num_tokens=options.tokens,
-        shard_samples=options.shard_samples or _SAMPLES_PER_ROW * batch,
-        seq_length=options.seq_length,
-        vocab_size=config.vocab_size,
-        pad_id=encoder.tokenizer.pad_token_id or 0,
-        tokenizer=tokenizer_fingerprint(encoder.tokenizer),
-        source=f"written by {options.target}",
-        licence=options.licence or _licence(found.folder),
-        settings=settings | {"batch": batch},
-    )
+    shard_samples = options.shard_samples or _SAMPLES_PER_ROW * batch
+    licence = options.licence or _licence(found.folder)
     # Pages for all rows, because the free memory of the moment must not decide what is written.
     pages = kv_bytes(config, dtype, batch, options.seq_length)
     engine = make_engine(target, max_length=options.seq_length, max_rows=batch, kv_memory=pages)
+    settings |= {"batch": batch}
     with token_bar("Writing", options.tokens, progress) as update:
-        return make_dataset(output, script, engine, update, options.seconds)
+        return DatasetMaker(options, script, engine, shard_samples, licence, settings, update).make()
 
 
 def _find(

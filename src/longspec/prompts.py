@@ -80,13 +80,21 @@ def _loader(folder: Path) -> Any:
 
 
 @contextlib.contextmanager
-def tokenizer_explained(what: str) -> Iterator[None]:
-    """Say what failed, whatever a tokenizer's file makes the library raise."""
+def tokenizer_explained(what: str, *others: type[BaseException]) -> Iterator[None]:
+    """Say what failed, whatever a tokenizer's file makes the library raise; `others` are left as they are."""
     try:
         yield
-    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
-        raise
     except BaseException as error:  # a panic in the Rust tokenizers is no Exception
+        kept: tuple[type[BaseException], ...] = (
+            UserError,
+            KeyboardInterrupt,
+            SystemExit,
+            GeneratorExit,
+            MemoryError,
+            *others,
+        )
+        if isinstance(error, kept):
+            raise
         raise UserError(f"{what}: {reason_of(error)}") from error
 
 

@@ -94,6 +94,7 @@ def read_options(options: Mapping[str, Any]) -> Settings:
 
 
 def room_for(max_length: int, num_prompt: int, wanted: int | None) -> int:
+    """How many tokens a row may add."""
     room = max_length - num_prompt
     if room < 1:
         raise UserError(

@@ -132,6 +132,7 @@ class RunFolder:
 
 
 def _read_rows(path: Path) -> tuple[list[Row], int]:
+    """The finished rows, and where the last of them ends."""
     if not path.exists():
         return [], 0
     rows, size = [], 0

@@ -131,6 +131,7 @@ class _Watch:
 
     @property
     def waits(self) -> list[float]:
+        """Seconds from each arrival of tokens to the next."""
         return [later - earlier for earlier, later in pairwise(self.times)]
 
 

@@ -105,6 +105,7 @@ class Task:
     repeat: int
 
     def key(self, method: str) -> tuple[str, str, str, float, int]:
+        """The `row_key` of the row that a method makes of this task."""
         return self.workload, self.item.id, method, self.temperature, self.repeat
 
 

@@ -53,6 +53,7 @@ class Pages:
         return 2 * self.keys.numel() * self.keys.element_size()
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, [K, S, D] each."""
         return self.keys[layer], self.values[layer]
 
     def places(self, tables: Tensor, entries: Tensor) -> Tensor:

@@ -125,6 +125,7 @@ class PagePool:
                 del self._promised[one]
 
     def is_promised(self, one: bytes) -> bool:
+        """Whether a sequence computes this page now."""
         return one in self._promised
 
     def remember(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:

@@ -63,5 +63,6 @@ def collate(sequences: Sequence[Packed], kind: str, mask_prompt: bool) -> Batch:
 
 
 def _starts(one: Packed) -> NDArray[np.int64]:
+    """For each token of a sequence, where its document starts."""
     lengths = np.diff(one.starts, append=len(one.tokens))
     return np.repeat(one.starts.astype(np.int64), lengths)

@@ -321,6 +321,7 @@ class Script:
             return list(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
 
     def _draws(self, first: int, stop: int, stream: int) -> NDArray[np.float64]:
+        """A number in [0, 1) for each sample."""
         seed, samples = torch.tensor(self._options.seed), torch.arange(first, stop)
         drawn: NDArray[np.float64] = uniform(seed, samples, torch.tensor(stream)).numpy()
         return drawn

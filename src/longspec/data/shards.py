@@ -102,6 +102,7 @@ def shard_folder(folder: Path, index: int) -> Path:
 def write_shard(
     folder: Path, index: int, sequences: Sequence[Packed], vocab_size: int, sources: Iterable[Source]
 ) -> None:
+    """Write one shard; it appears complete or not at all."""
     goal = shard_folder(folder, index)
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     firsts = np.cumsum([0, *(len(one.starts) for one in sequences)])
@@ -217,6 +218,7 @@ class Dataset:
 
     @property
     def counts(self) -> NDArray[np.int64]:
+        """How often each token occurs, [V]."""
         counts = np.asarray(_load(self.folder / "counts.npy"))
         if counts.shape != (self.info.vocab_size,) or counts.dtype != np.int64:
             raise self.damaged("counts.npy does not count its tokens")

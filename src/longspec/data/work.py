@@ -97,6 +97,7 @@ def claimed(folder: Path, state: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
+    """Make a folder, and lock it against other processes."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: name a folder with --output")
     folder.mkdir(parents=True, exist_ok=True)

@@ -67,6 +67,7 @@ class SamplingRows:
         return replace(self, penalty=torch.ones_like(self.penalty))
 
     def at(self, rows: Tensor) -> SamplingRows:
+        """Copies of these rows, int64 [n]."""
         return SamplingRows(*(part[rows] for part in self.tensors()))
 
     def first(self, num_rows: int) -> SamplingRows:

@@ -70,6 +70,7 @@ def accept_rejection(tree: TokenTree, logits_at: LogitsAt, rows: Slots, sampled:
 
 
 def proposed(q: Tensor | None, token: Tensor) -> Tensor:
+    """Whether the token could have been drawn at all, bool [B]."""
     return torch.ones_like(token, dtype=torch.bool) if q is None else _at(q, token) > 0
 
 

@@ -104,6 +104,7 @@ class Policy:
         return best
 
     def learn(self, outlook: Outlook, method: Method, emitted: int, has_match: bool | None) -> None:
+        """Tell a row's outlook what a round has emitted."""
         source, gained = method.source, self.gain(method)
         if source == "lookup" and has_match is None:
             gained = 1 + ASSUMED_MATCHES * (gained - 1)

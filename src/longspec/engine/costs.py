@@ -120,6 +120,7 @@ def draft_width(methods: Iterable[Method], models: Models) -> int:
 
 
 def timed_sizes(device: Device) -> dict[int, tuple[int, ...]]:
+    """The numbers of rows, and the contexts, at which rounds are timed."""
     captured = device.models.fused
     room = device.slots.text.shape[1] - (CAPTURED_ROUNDS + 4) * 16
     contexts = [max(1, min(one, room)) for one in (CAPTURED_CONTEXTS if captured else PLAIN_CONTEXTS)]

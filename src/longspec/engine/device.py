@@ -299,6 +299,7 @@ class Device:
 
     @on_every_rank
     def prepare(self, keys: Sequence[tuple[Any, ...]]) -> None:
+        """Record what is found by these keys."""
         kinds: dict[Any, Callable[..., Work]] = {"segments": self.segments_work, "ring": self.ring_work}
         works = [
             kinds[kind](*rest) if kind in kinds else self.round_work(kind, *rest) for kind, *rest in keys

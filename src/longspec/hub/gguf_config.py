@@ -69,6 +69,7 @@ class Metadata:
         return float(value)
 
     def bad_value(self, key: str, value: Any) -> UserError:
+        """The error for an impossible value."""
         name = self.arch + key if key.startswith(".") else key
         what = "is missing" if value is None else f"has the bad value {shortened(repr(value))}"
         return UserError(f"{self.header.path}: the GGUF key {name!r} {what}")

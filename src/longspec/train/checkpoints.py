@@ -60,6 +60,7 @@ def folder_of(run: Path, step: int) -> Path:
 
 
 def building_folder(run: Path, step: int) -> Path:
+    """Where a checkpoint is while it is written."""
     return run / "checkpoints" / f".building-{step:08d}"
 
 

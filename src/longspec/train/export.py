@@ -81,6 +81,7 @@ def export(run: Path, output: Path, dtype: str = "auto") -> Path:
 
 
 def _stages(run: Path) -> list[Stage]:
+    """The known stages that led to a run's draft, first to last."""
     runs: list[Path] = []
     before: list[Stage] = []
     following: Path | None = run

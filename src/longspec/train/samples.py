@@ -55,6 +55,7 @@ class Mixture:
         return _join([self.datasets[which][place * joined + part] for part in range(joined)])
 
     def check(self, vocab_size: int, tokenizer: str | None, target_name: str) -> None:
+        """Refuse datasets that another tokenizer made."""
         for dataset in self.datasets:
             dataset.check(vocab_size, tokenizer, target_name)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -22,15 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Qwen2Config
 
+from benchmarks.shapes import write_random_pair
 from longspec import LongSpec, UserError
 from longspec.config import DraftConfig
 from longspec.engine.ranks import RankError
 from longspec.hub import DEFAULT_TARGET, resolve
-from longspec.models.checkpoint import WeightFiles
-from longspec.models.draft import GlideDraft
-from longspec.models.files import read_config
-from longspec.models.load import load_target
 
 METHODS = ("vanilla", "seq", "tree", "lookup", "magicdec")
 TEXTS = ("Why is the sky blue?", "Say three times: red lorry, yellow lorry.", "Name the months of the year.")
@@ -40,10 +37,7 @@ Answers = dict[str, list[list[int]]]
 
 
 def random_pair(folder: Path) -> tuple[str, str]:
-    """A random target of 8 KV heads and a draft for it, written to a folder; with a real tokenizer."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(1)
+    """A random target of 8 KV heads and a draft for it."""
     config = Qwen2Config(
         vocab_size=_VOCAB,
         hidden_size=1024,
@@ -54,16 +48,9 @@ def random_pair(folder: Path) -> tuple[str, str]:
         max_position_embeddings=4096,
         initializer_range=0.05,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder / "target")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(resolve(DEFAULT_TARGET).folder / name, folder / "target")
-    shape = read_config(folder / "target")
-    with WeightFiles(folder / "target") as weights:
-        target = load_target(shape, weights.tensor, torch.device("cpu"), torch.float32, packed=False)
-    draft = GlideDraft(shape, DraftConfig(cross_layers=(-1, 0), use_feature=True, max_lag=5))
-    draft.initialise(torch.Generator().manual_seed(2))
-    draft.save_pretrained(folder / "draft", target, "random")
-    return str(folder / "target"), str(folder / "draft")
+    draft = DraftConfig(cross_layers=(-1, 0), use_feature=True, max_lag=5)
+    made = write_random_pair(folder, resolve(DEFAULT_TARGET).folder, config, draft)
+    return str(made[0]), str(made[1])
 
 
 def load(models: tuple[str, str | None], device: str, dtype: str, ranks: int) -> LongSpec:

@@ -22,11 +22,11 @@ from longspec.decoding.methods import MOST_NODES, VANILLA, Method, Tree
 from longspec.decoding.methods.tree import NUM_LOOKUP
 from longspec.decoding.sampling import Sampling
 from longspec.engine.costs import known_costs
-from longspec.engine.device import Report
 from longspec.engine.engine import Engine
 from longspec.engine.loop import IN_FLIGHT
 from longspec.engine.make import make_engine
 from longspec.engine.memory import page_size
+from longspec.engine.transfer import Report
 from longspec.errors import UserError
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.load import pack_ends
@@ -277,7 +277,7 @@ def _planned_tree(engine: Engine, context: int, batch: int) -> Tree:
     """The tree that `auto` ranks first here, by what is measured or remembered, whether or not it would draft
     at all."""
     with engine.paused() as device:
-        engine.adopt(known_costs(device, engine.candidates, engine.width))
+        engine.adopt(known_costs(device, engine.candidates))
     policy, rows = engine.policy, device.bucket(batch)
     trees = [one for one in policy.methods if isinstance(one, Tree)]
     return max(trees, key=lambda one: policy.gain(one) / policy.costs.seconds(one, rows, context))

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from benchmarks.latency import Latency, LatencySetting, measure_latency
 from longspec.bench.environment import command_line, machine
 from longspec.bench.report import table
-from longspec.cli.arguments import whole_number
 from longspec.config import DraftConfig
 from longspec.errors import UserError
 from longspec.models.placement import gigabytes, pick_device, pick_dtype
@@ -28,19 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print a table; a bad value is one line on standard error and exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="llama3-8b", help="of the target (%(default)s)")
-    parser.add_argument(
-        "--context", type=whole_number, default=4096, metavar="N", help="tokens (%(default)s)"
-    )
-    parser.add_argument("--batch", type=whole_number, default=1, metavar="N", help="rows (%(default)s)")
-    parser.add_argument(
-        "--draft-vocab", type=whole_number, default=0, metavar="N", help="0 is all (%(default)s)"
-    )
-    parser.add_argument(
-        "--rounds", type=whole_number, default=40, metavar="N", help="timed at a time (%(default)s)"
-    )
-    parser.add_argument(
-        "--repeats", type=whole_number, default=5, metavar="N", help="turns each (%(default)s)"
-    )
+    parser.add_argument("--context", type=int, default=4096, metavar="N", help="tokens (%(default)s)")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows (%(default)s)")
+    parser.add_argument("--draft-vocab", type=int, default=0, metavar="N", help="0 is all (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="timed at a time (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns each (%(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (%(default)s)")
     parser.add_argument("--exact", action="store_true", help="rounds as with longspec generate --exact")
     parser.add_argument(

@@ -19,18 +19,16 @@ from benchmarks.training import measure_training, report
 from longspec.bench.plots import can_draw
 from longspec.cli.arguments import (
     add_device,
+    add_option,
     add_options,
     add_weights,
-    number,
-    positive_number,
-    whole_number,
-    whole_numbers,
 )
 from longspec.cli.command import Command, Parser, add_commands
 from longspec.config import DraftConfig
 from longspec.decoding.methods import Tree
 from longspec.decoding.sampling import Sampling
 from longspec.errors import UserError
+from longspec.option import Option
 from longspec.progress import count_bar
 
 
@@ -52,7 +50,7 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
     for flag, default, what in (("--context", 1024, "tokens"), ("--batch", 1, "rows")):
         parser.add_argument(
             flag,
-            type=whole_number,
+            type=int,
             nargs="+",
             default=[default],
             metavar="N",
@@ -68,19 +66,15 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--temperature",
-        type=number,
+        type=float,
         default=0.7,
         metavar="T",
         help="of the sampled rounds, measured beside greedy ones; 0 leaves them out (%(default)s)",
     )
-    parser.add_argument("--top-p", type=number, default=0.9, metavar="P", help="of the same (%(default)s)")
-    parser.add_argument(
-        "--rounds", type=whole_number, default=40, metavar="N", help="timed at a time (%(default)s)"
-    )
-    parser.add_argument(
-        "--repeats", type=whole_number, default=5, metavar="N", help="turns each (%(default)s)"
-    )
-    parser.add_argument("--tau", type=number, metavar="T", help="show the tree's tokens/s at this tau too")
+    parser.add_argument("--top-p", type=float, default=0.9, metavar="P", help="of the same (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="timed at a time (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns each (%(default)s)")
+    parser.add_argument("--tau", type=float, metavar="T", help="show the tree's tokens/s at this tau too")
     parser.add_argument("--attention", default="auto", help="auto (triton on a GPU), torch or triton")
     parser.add_argument("--exact", action="store_true", help="rounds as with longspec generate --exact")
     add_device(parser)
@@ -92,29 +86,20 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser)
-    parser.add_argument("--seq-length", type=positive_number, default=1024, metavar="N", help="(%(default)s)")
-    parser.add_argument(
-        "--micro-batch", type=positive_number, default=1, metavar="N", help="sequences (%(default)s)"
-    )
-    parser.add_argument("--soft", type=number, default=0.0, metavar="S", help="share of KL in the loss")
+    parser.add_argument("--seq-length", type=int, default=1024, metavar="N", help="(%(default)s)")
+    parser.add_argument("--micro-batch", type=int, default=1, metavar="N", help="sequences (%(default)s)")
+    parser.add_argument("--soft", type=float, default=0.0, metavar="S", help="share of KL in the loss")
     parser.add_argument("--compile", action="store_true", help="let torch.compile fuse the layers")
-    parser.add_argument("--steps", type=positive_number, default=10, metavar="N", help="timed (%(default)s)")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed (%(default)s)")
 
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
     """The random target and its draft."""
     parser.add_argument("--shape", default="smollm2-135m", metavar="NAME", help="of the target (%(default)s)")
-    parser.add_argument(
-        "--cross-layers",
-        type=whole_numbers,
-        default=(-1,),
-        metavar="L,L,...",
-        help="that the draft reads, such as 9,19,-1 (default: -1)",
-    )
+    layers = Option("cross_layers", tuple[int, ...], (-1,), "that the draft reads, such as 9,19,-1")
+    add_option(parser, layers)
     parser.add_argument("--feature", action="store_true", help="give the draft the target's hidden state")
-    parser.add_argument(
-        "--draft-vocab", type=whole_number, default=0, metavar="N", help="0 is all (%(default)s)"
-    )
+    parser.add_argument("--draft-vocab", type=int, default=0, metavar="N", help="0 is all (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import torch
 from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from longspec.cache import Pages
 from longspec.config import DraftConfig, ModelConfig, RopeConfig
 from longspec.engine.load import prepare_draft
 from longspec.errors import UserError
+from longspec.models.checkpoint import WeightFiles
 from longspec.models.draft import DraftHead, GlideDraft
+from longspec.models.files import read_config
+from longspec.models.load import load_target
 from longspec.models.target import Transformer
 
 SHAPES: dict[str, ModelConfig] = {
@@ -59,6 +66,23 @@ def shape_named(name: str) -> ModelConfig:
     if name not in SHAPES:
         raise UserError(f"shape {name!r} is unknown; there are: {', '.join(SHAPES)}")
     return SHAPES[name]
+
+
+def write_random_pair(
+    folder: Path, tokenizer: Path, config: Qwen2Config, draft_config: DraftConfig, std: float = 0.02
+) -> tuple[Path, Path]:
+    """A random target of this config with a real tokenizer, and a draft for it, each written to a folder."""
+    torch.manual_seed(1)
+    Qwen2ForCausalLM(config).save_pretrained(folder / "target")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tokenizer / name, folder / "target")
+    shape = read_config(folder / "target")
+    with WeightFiles(folder / "target") as weights:
+        target = load_target(shape, weights.tensor, torch.device("cpu"), torch.float32, packed=False)
+    draft = GlideDraft(shape, draft_config)
+    draft.initialise(torch.Generator().manual_seed(2), std)
+    draft.save_pretrained(folder / "draft", target, "random")
+    return folder / "target", folder / "draft"
 
 
 def random_target(

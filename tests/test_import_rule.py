@@ -51,7 +51,8 @@ def imports(path: Path) -> set[str]:
 def test_imports_point_one_way() -> None:
     wrong = []
     for path in ROOT.rglob("*.py"):
-        own = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        own = "__main__" if parts[-1] == "__main__" else parts[0]  # a way in, wherever it stands
         if own == "__init__":
             continue  # the package's face imports lazily
         for other in imports(path):

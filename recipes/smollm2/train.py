@@ -31,9 +31,10 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from importlib import metadata
 from itertools import islice
 from pathlib import Path
+
+from longspec.cli.synthesize import amount
 
 # The stage that trains in each of these parts, and the length of its sequences.
 STAGES = {"base": ("base", "short"), "long": ("long", "long"), "answers": ("cot", "middle")}
@@ -117,6 +118,7 @@ class Recipe:
         from longspec.data.held_out import HeldOut
         from longspec.data.prompts.library import Library
         from longspec.data.prompts.make import make_prompts
+        from longspec.pipeline.sources import is_installed
 
         self.hold_out_pages()
         measured = [*self.flags.measure, *self.flags.measure_long, *self.flags.held_out]
@@ -124,7 +126,7 @@ class Recipe:
         held_out = HeldOut.read([*measured, str(self.held_books), str(BUILTIN)])
         documents = self.output / "documents.jsonl"
         if not documents.exists():
-            names = [name for name in PACKAGES if name == "stdlib" or _installed(name)]
+            names = [name for name in PACKAGES if name == "stdlib" or is_installed(name)]
             packages = names[:1] if self.flags.dry else names
             print(collect(documents, self.flags.books, packages, held_out, self.flags.licence), flush=True)
         number = min(420_000, max(200, self.flags.tokens // 300))
@@ -292,13 +294,6 @@ class Recipe:
             longspec("bench", "acceptance", *runs, "--draft", draft)
 
 
-def _installed(name: str) -> bool:
-    try:
-        return bool(metadata.version(name))
-    except metadata.PackageNotFoundError:
-        return False
-
-
 def longspec(*arguments: object, data: Path | None = None) -> None:
     """Run one command of the package; it must succeed."""
     finished(start(*arguments, data=data))
@@ -316,12 +311,6 @@ def finished(process: subprocess.Popen[bytes]) -> None:
     """Wait for a command; it must succeed."""
     if process.wait():
         sys.exit(process.returncode)
-
-
-def _amount(text: str) -> int:
-    units = {"k": 10**3, "m": 10**6, "b": 10**9}
-    unit = units.get(text[-1:].lower(), 1)
-    return int(float(text[:-1] if unit > 1 else text) * unit)
 
 
 def _flags(arguments: list[str]) -> argparse.Namespace:
@@ -351,7 +340,7 @@ def _flags(arguments: list[str]) -> argparse.Namespace:
         "--held-out", nargs="+", default=[], metavar="FILE", help="more text to keep out of training"
     )
     parser.add_argument(
-        "--tokens", type=_amount, default="500M", metavar="N", help="written (default: %(default)s)"
+        "--tokens", type=amount, default="500M", metavar="N", help="written (default: %(default)s)"
     )
     parser.add_argument(
         "--budget-seconds", type=float, metavar="N", help="for this part; training then stops, saved"

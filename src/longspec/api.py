@@ -147,20 +147,21 @@ class LongSpec:
         if device.type == "cpu" and precision.rounding is not None and attention not in ("auto", "torch"):
             raise UserError(f"attention {attention!r} does not go with rounded weights; use auto or torch")
         limit = _pick_max_length(max_length, entry.context if entry else config.max_length)
-        draft_name = name_of("draft", draft) if draft else hub.default_draft(entry) or "none"
+        draft_name = name_of("draft", draft) if draft else hub.default_draft(entry)
+        draft_name = None if draft_name == "none" else draft_name
         check_fits(target, config, precision, *devices)
-        folder = find().folder
+        files = find()
+        folder = files.folder
         defaults = _read_defaults(folder)
-        encoder = PromptEncoder(folder, entry.chat_template if entry else None)
-        answer_ends = _find_eos_ids(folder, encoder, entry)
+        encoder = PromptEncoder(folder, files.chat_template)
+        answer_ends = eos_ids(folder, encoder.tokenizer.eos_token_id, files.eos_id)
         path = None
-        if draft_name != "none":
+        if draft_name is not None:
             path = hub.resolve_draft(draft_name, offline=offline, progress=progress)
         plan = LoadPlan(target, folder, config, precision, attention, path, draft_dtype)
         sizes = {"max_length": max_length, "limit": limit, "max_rows": max_rows, "kv_memory": kv_memory}
         engine = load_engine(plan, devices, progress, exact=exact, **sizes)
-        used_draft = None if draft_name == "none" else draft_name
-        loaded = cls(engine, encoder, target, defaults, answer_ends, used_draft)
+        loaded = cls(engine, encoder, target, defaults, answer_ends, draft_name)
         if calibrate:
             loaded.calibrate(progress)
         else:
@@ -171,7 +172,7 @@ class LongSpec:
         """Measure this machine for method "auto", unless that was done before. Ctrl-C stops the measurement
         and does not change the model."""
         with self.engine.paused() as rows:
-            costs = known_costs(rows, self.engine.candidates, self.engine.width, progress)
+            costs = known_costs(rows, self.engine.candidates, progress)
         self.engine.adopt(costs)
         self.engine.prepare()
 
@@ -236,7 +237,6 @@ class LongSpec:
         return memory_explained(asked, _WAY_OUT)
 
     def _result(self, sequence: Sequence, text: TextStream) -> Generation:
-        """The answer of a sequence so far."""
         method = self.engine.main_method(sequence)
         text.catch_up(sequence.tokens, sequence.finished)
         done = sequence.finished_at or time.perf_counter()
@@ -288,7 +288,6 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """Stop the answer."""
         self._pieces.close()
 
     @property
@@ -321,11 +320,7 @@ def _pieces(model: LongSpec, sequence: Sequence, text: TextStream) -> Generator[
 
 
 def name_of(what: str, given: Any) -> str:
-    """The name or path of a target or a draft, as a str."""
-    try:
-        name = os.fspath(given)
-    except TypeError:
-        name = None
+    name = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if not isinstance(name, str):
         raise UserError(f"{what} is {given!r}; a name or a path is needed")
     return name
@@ -335,12 +330,6 @@ def _read_defaults(folder: Path) -> Sampling:
     values = read_generation_config(folder)
     with naming(folder / "generation_config.json"):
         return Sampling.from_generation_config(values)
-
-
-def _find_eos_ids(folder: Path, encoder: PromptEncoder, entry: hub.ModelEntry | None) -> frozenset[int]:
-    """The tokens that end an answer, from the model's files, its tokenizer and our table."""
-    found = {*eos_ids(folder), encoder.tokenizer.eos_token_id, entry.eos_id if entry else None}
-    return frozenset(one for one in found if one is not None)
 
 
 def _pick_max_length(wanted: int | None, limit: int) -> int:

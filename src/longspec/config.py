@@ -81,14 +81,8 @@ class ModelConfig:
                 f"num_attention_heads {self.num_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_kv_heads}"
             )
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "head_dim",
-            "max_length",
-        ):
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "head_dim", "max_length")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise UserError(f"the model config has {name} = {getattr(self, name)}; it must be positive")
         if self.head_dim % 2:

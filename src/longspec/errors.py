@@ -43,6 +43,20 @@ def shown(value: Any, quoted: bool = True) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def lone_surrogate(text: str) -> str | None:
+    """The first character that UTF-8 cannot encode; JSON may contain such."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return None
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error of a library says, as `shown`; the name of its type where it says nothing."""
+    return shown(" ".join(str(error).split()), quoted=False) or type(error).__name__
+
+
 def flag(name: str, value: Any) -> bool:
     """The value, if it is True or False. Not `bool(value)`, because `bool("no")` is True."""
     if not isinstance(value, bool):

@@ -85,12 +85,10 @@ class Option:
             raise UserError(f"{self.name} is {text!r}; {_WANTED[self.type]} is needed") from None
 
     def format(self, value: Any) -> str:
-        """The value as `parse` reads it."""
         return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def options_of(cls: type) -> dict[str, Option]:
-    """The options of a dataclass, by name."""
     types = get_type_hints(cls)
     return {
         one.name: Option(one.name, _bare(types[one.name]), one.default, **one.metadata)

@@ -12,17 +12,12 @@ Advance = Callable[[int], None]
 
 @contextlib.contextmanager
 def count_bar(label: str, total: int, show: bool = True, in_bytes: bool = False) -> Iterator[Advance]:
-    """A bar of `total` items, if `show` and standard error is a terminal; yields `advance(number)`."""
+    """A bar of `total` items, or bytes, if `show` and this is a terminal; yields `advance(number)`."""
     if not (show and sys.stderr.isatty()):
         yield lambda number: None
         return
     with rich_bar(label, total, in_bytes=in_bytes) as update:
         yield lambda number: update(advance=number)
-
-
-def byte_bar(label: str, total: int, show: bool) -> contextlib.AbstractContextManager[Advance]:
-    """The same for `total` bytes."""
-    return count_bar(label, total, show, in_bytes=True)
 
 
 @contextlib.contextmanager

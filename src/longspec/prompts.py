@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from typing_extensions import TypedDict
 
-from longspec.errors import UserError, shown, whole_number
+from longspec.errors import UserError, lone_surrogate, reason_of, whole_number
 from longspec.records import read_record
 from longspec.templates import render_chat, start_early
 
@@ -17,9 +17,7 @@ from longspec.templates import render_chat, start_early
 class Array(Protocol):
     """Token ids of numpy or torch."""
 
-    def tolist(self) -> Any:
-        """Python's numbers, in lists as deep as the array has dimensions."""
-        ...
+    def tolist(self) -> Any: ...
 
 
 Message = Mapping[str, str]
@@ -47,7 +45,6 @@ def split_batch(given: Any) -> tuple[list[Prompt], bool]:
 
 
 def _one_prompt(given: Any) -> Prompt:
-    """A text, a list of messages or a list of ids."""
     if isinstance(given, str):
         return given
     if isinstance(given, Mapping):
@@ -83,15 +80,22 @@ def _loader(folder: Path) -> Any:
 
 
 @contextlib.contextmanager
-def tokenizer_explained(what: str) -> Iterator[None]:
-    """Say what failed, whatever a tokenizer's file makes the library raise."""
+def tokenizer_explained(what: str, *others: type[BaseException]) -> Iterator[None]:
+    """Say what failed, whatever a tokenizer's file makes the library raise; `others` are left as they are."""
     try:
         yield
-    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
-        raise
     except BaseException as error:  # a panic in the Rust tokenizers is no Exception
-        reason = shown(" ".join(str(error).split()), quoted=False) or type(error).__name__
-        raise UserError(f"{what}: {reason}") from error
+        kept: tuple[type[BaseException], ...] = (
+            UserError,
+            KeyboardInterrupt,
+            SystemExit,
+            GeneratorExit,
+            MemoryError,
+            *others,
+        )
+        if isinstance(error, kept):
+            raise
+        raise UserError(f"{what}: {reason_of(error)}") from error
 
 
 class PromptEncoder:
@@ -140,9 +144,7 @@ class PromptEncoder:
         return self._tokenize(render_chat(self.tokenizer, messages, open_turn=True), add_special_tokens=False)
 
     def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UserError(f"the prompt is not valid Unicode: it has {text[error.start]!r}") from error
+        if (bad := lone_surrogate(text)) is not None:
+            raise UserError(f"the prompt is not valid Unicode: it has {bad!r}")
         with tokenizer_explained("the target's tokenizer cannot read this text"):
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from longspec.errors import UserError, shown
+from longspec.errors import UserError, reason_of, shown
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
@@ -58,7 +58,7 @@ def read_yaml(path: Path, shape: type[T]) -> list[T]:
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # dates, and what holds itself
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{source}: {shown(' '.join(str(error).split()), quoted=False)}") from error
+        raise UserError(f"{source}: {reason_of(error)}") from error
     return [parse_record(text.encode(), shape, source) for text in texts]
 
 
@@ -129,7 +129,6 @@ def _absurd_numbers(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[t
 
 
 def _explain(error: ValidationError) -> str:
-    """The first error in one line."""
     first = error.errors(include_url=False)[0]
     field, kind = _field(first["loc"]), first["type"]
     if kind == "missing":

@@ -10,7 +10,6 @@ import functools
 import json
 import resource
 import signal
-import struct
 import sys
 from datetime import datetime
 from typing import Any, NoReturn
@@ -23,8 +22,6 @@ from jinja2.utils import Namespace
 
 # Of one question: seconds of processor time and of waiting, bytes of memory, characters of output.
 SECONDS, WAITING, MEMORY, OUTPUT = 2.0, 8.0, 2**30, 2**24
-# Each message is its length in this format, then that many bytes of JSON.
-LENGTH = struct.Struct(">Q")
 
 
 class _Generation(Extension):
@@ -56,18 +53,14 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Without the HTML escapes of jinja2's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
 @functools.cache
 def _compiled(template: str) -> Template:
     """With the settings and names that Hugging Face's templates are written for."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
+    # Without the HTML escapes of jinja2's own filter.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals |= {
         "raise_exception": _refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
@@ -91,18 +84,17 @@ def _answer(data: bytes) -> dict[str, Any]:
 
 
 def serve() -> None:
-    """Answer until the other side closes."""
+    """Answer until the other side closes; each question and each answer is a line of JSON."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    while header := source.read(LENGTH.size):
-        data = source.read(*LENGTH.unpack(header))
+    while data := source.readline():
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # the signals of both end the process
         signal.setitimer(signal.ITIMER_REAL, WAITING)
         answer = json.dumps(_answer(data)).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        sink.write(LENGTH.pack(len(answer)) + answer)
+        sink.write(answer + b"\n")
         sink.flush()
 
 

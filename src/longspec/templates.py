@@ -8,18 +8,14 @@ import functools
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from longspec.errors import UserError, shown
-
-_LENGTH = struct.Struct(">Q")  # as in `template_process`
-
 
 Conversation = Sequence[dict[str, Any]]
 
@@ -104,17 +100,13 @@ class _TemplateProcess:
         assert to is not None
         assert back is not None
         with contextlib.suppress(BrokenPipeError):  # the exit code says more
-            to.write(_LENGTH.pack(len(data)) + data)
+            to.write(data + b"\n")
             to.flush()
-        answer: dict[str, Any] = json.loads(_exactly(back, *_LENGTH.unpack(_exactly(back, _LENGTH.size))))
+        line = back.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError
+        answer: dict[str, Any] = json.loads(line)
         return answer
-
-
-def _exactly(stream: IO[bytes], count: int) -> bytes:
-    data = stream.read(count)
-    if len(data) < count:
-        raise EOFError
-    return data
 
 
 def _reason(code: int | None) -> str:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,7 @@ def test_the_engines_size_is_given_and_methods_other_than_auto_measure_nothing(
     made: list[LongSpec] = []
     load = LongSpec.from_pretrained
 
+    @wraps(load)
     def noted(*arguments: Any, **options: Any) -> LongSpec:
         made.append(load(*arguments, **options))
         return made[-1]
@@ -233,7 +235,7 @@ def test_the_engines_size_is_given_and_methods_other_than_auto_measure_nothing(
     assert main(["generate", *flags]) == 0
     assert list((tmp_path / "calibration").iterdir())
     for flag, value, told in (
-        ("--max-rows", "0", "'0' is not a whole number of 1 or more"),
+        ("--max-rows", "0", "max_rows is 0; it must be at least 1"),
         ("--kv-memory", "much", "'much' is not a size like 8GB"),
     ):
         with pytest.raises(SystemExit, match="2"):

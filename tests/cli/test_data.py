@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from longspec.cli.main import main
+from tests.cli.run import exit_code
 from tests.data.test_prepare import same
 
 PROGRAM = (sys.executable, "-m", "longspec", "data")
@@ -132,7 +133,7 @@ BAD = {
     "unknown target": (["prepare", "IN", "--target", "smolm2-135m"], "did you mean 'smollm2-135m'"),
     "no folder": (["info", "none"], "the dataset none does not exist"),
     "index": (["show", "DATA", "--index", "9"], "--index is 9"),
-    "count": (["show", "DATA", "--count", "0"], "--count is 0"),
+    "count": (["show", "DATA", "--count", "0"], "count is 0"),
 }
 
 
@@ -144,7 +145,7 @@ def test_bad_requests_are_one_line_and_exit_code_2(
     (tmp_path / "in.jsonl").write_text(json.dumps({"text": "a fine day"}))
     places = {"IN": str(tmp_path / "in.jsonl"), "DATA": str(thoughts)}
     output = ["-o", str(tmp_path / "out")] if arguments[0] == "prepare" else []
-    assert main(["data", *(places.get(one, one) for one in arguments), *output]) == 2
+    assert exit_code(["data", *(places.get(one, one) for one in arguments), *output]) == 2
     told = capsys.readouterr()
     (line,) = told.err.strip().splitlines()
     assert line.startswith("longspec: error: ")

@@ -233,7 +233,7 @@ def die_at(number: int, when: str, options: PrepareOptions) -> None:
 
     def dying(folder: Path, index: int, *rest: Any) -> None:
         if index == number and when == "before":
-            (folder / ".building-shard-1").mkdir(exist_ok=True)
+            (folder / ".writing-shard-1").mkdir(exist_ok=True)
             os._exit(9)
         write(folder, index, *rest)
         if index == number:

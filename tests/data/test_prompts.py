@@ -47,7 +47,7 @@ def collected(folder: Path) -> tuple[Path, HeldOut]:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     documents, held_out = folder / "documents.jsonl", HeldOut.read([str(path)])
     made = collect(documents, [str(folder / "books.jsonl.xz")], ["jinja2"], held_out, "public domain")
-    assert (made.num_books, made.num_cut) == (1, 1)
+    assert (made["book"], made["cut"]) == (1, 1)
     return documents, held_out
 
 

@@ -21,6 +21,7 @@ from longspec.decoding.sampling import Sampling
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 from longspec.engine.engine import Engine
+from longspec.engine.memory import EngineSize
 from longspec.engine.sequence import Sequence as Asked
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.passes import paged_pass
@@ -121,8 +122,9 @@ def tiny_draft(target: Transformer, seed: int = 1, std: float = 0.3, **config: A
 def tiny_engine(target: Transformer, draft: GlideDraft | None = None, **sizes: Any) -> Engine:
     """An engine with room for a few short texts."""
     head = None if draft is None else DraftHead(target, draft.vocab_ids)
-    chosen: dict[str, Any] = {"max_length": 160, "max_rows": 4, "num_pages": 80, "page_size": 16} | sizes
-    return Engine(target, draft, head, **chosen)
+    size = {"max_length": 160, "max_rows": 4, "num_pages": 80, "page_size": 16}
+    chosen = EngineSize(**{name: sizes.pop(name, value) for name, value in size.items()})
+    return Engine(target, draft, head, size=chosen, **sizes)
 
 
 def pass_over(

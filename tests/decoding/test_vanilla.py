@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from longspec import Generation, LongSpec, UserError
-from longspec.engine import loop
+from longspec.engine import chunks
 
 PROMPTS = [
     "Name three colours.",
@@ -154,7 +154,7 @@ def test_chunked_prefill_changes_nothing(smollm2: LongSpec, monkeypatch: pytest.
     prompt = "word " * 300 + "What was that?"
     whole = smollm2.generate(prompt, max_new_tokens=16)
     smollm2.reset()
-    monkeypatch.setattr(loop, "PLAIN_ALONE", 7)
+    monkeypatch.setattr(chunks, "PLAIN_ALONE", 7)
     assert smollm2.generate(prompt, max_new_tokens=16).token_ids == whole.token_ids
 
 

@@ -16,7 +16,7 @@ from longspec import LongSpec
 from longspec.decoding.methods import VANILLA, Auto, Lookup, Method, Seq, Tree
 from longspec.decoding.sampling import Sampling
 from longspec.engine.auto import Outlook, Policy, candidates
-from longspec.engine.costs import Costs, Times, interpolate, known_costs, measure, timed_sizes
+from longspec.engine.costs import Costs, interpolate, known_costs, measure, timed_sizes
 from longspec.engine.engine import Engine
 from tests.decoding.scripted import (
     SCRIPTS,
@@ -152,7 +152,7 @@ def test_fewer_nodes_as_the_context_and_the_rows_grow() -> None:
     ]
     sizes = {one.label: (one.num_nodes, len(one.shape or ())) for one in (VANILLA, *methods)}
     # Milliseconds: what reading the weights takes, and what follows the nodes.
-    times: Times = {
+    times = {
         name: {
             rows: [
                 (at, 8 + depth * 0.4 + rows * nodes / 100 + at / 16384 * (1 + nodes / 16))
@@ -197,7 +197,7 @@ def test_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def costs(one: Engine) -> Costs:
         with one.paused() as device:
-            return known_costs(device, one.candidates, one.width)
+            return known_costs(device, one.candidates)
 
     for _ in range(3):  # the last of which is believed even if this machine is busy
         first = costs(engine)
@@ -219,9 +219,9 @@ def test_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_every_method_is_timed_where_it_is_asked_for() -> None:
     engine = measured_engine()
     with engine.paused() as device:
-        found = measure(device, engine.candidates, engine.width)
-        assert set(found) == {"vanilla", *(one.label for one in engine.candidates)}
-        assert all(set(by) == set(timed_sizes(device)) for by in found.values())
+        found = measure(device, engine.candidates)
+        assert {label for label, *_ in found} == {"vanilla", *(one.label for one in engine.candidates)}
+        assert {num_rows for _, num_rows, *_ in found} == set(timed_sizes(device))
         assert not bool(device.slots.running.any())
         assert device.slots.ring is not None
         assert bool((device.slots.ring.positions == -1).all())
@@ -237,7 +237,7 @@ def test_what_others_disturb_is_measured_again(tmp_path: Path, monkeypatch: pyte
         time.sleep(0.5)  # until they run
         for _ in range(4):
             with engine.paused() as device:
-                known_costs(device, engine.candidates, engine.width)
+                known_costs(device, engine.candidates)
             (file,) = (tmp_path / "calibration").iterdir()
             found.append(json.loads(file.read_text()))
     finally:
@@ -246,7 +246,7 @@ def test_what_others_disturb_is_measured_again(tmp_path: Path, monkeypatch: pyte
             process.wait()
     assert [one["tries"] for one in found] == [1, 2, 3, 3]
     assert not any(one["is_quiet"] for one in found)
-    vanilla = [one["times"]["vanilla"]["1"][0][1] for one in found]
+    vanilla = [one["times"][0][3] for one in found]
     assert vanilla == sorted(vanilla, reverse=True), "the least disturbed counts"
     assert found[3] == found[2]
 
@@ -260,7 +260,7 @@ def test_what_loses_rests_and_no_word_changes(script: str) -> None:
     prompts, new = [[1, 2, 3], [4, 5]], 110
     expected = ask(engine, prompts, sampling=Sampling(0.9), new=new)
     chain = ScriptedSeq(3, answers=answers_of(expected), script=SCRIPTS[script])
-    times: Times = {"vanilla": {1: [(1, 1.0)], 2: [(1, 1.0)]}, "seq:3": {1: [(1, 1.4)], 2: [(1, 1.4)]}}
+    times = {"vanilla": {1: [(1, 1.0)], 2: [(1, 1.0)]}, "seq:3": {1: [(1, 1.4)], 2: [(1, 1.4)]}}
     engine.loop.policy = Policy((chain,), {"chain": [0.8, 0.6, 0.4]}, Costs(times, (chain,)))
     asked = ask(engine, prompts, AUTO, Sampling(0.9), new=new)
     assert [one.tokens for one in asked] == [one.tokens for one in expected]

@@ -20,7 +20,7 @@ from longspec import LongSpec, UserError
 from longspec.decoding.accept import AcceptanceRule
 from longspec.decoding.methods import VANILLA, Auto, Lookup, MagicDec, Seq, Tree
 from longspec.decoding.sampling import Sampling
-from longspec.engine import loop
+from longspec.engine import chunks
 from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence
 from tests.decoding.scripted import ask, tiny_draft, tiny_engine, tiny_target
@@ -388,7 +388,7 @@ def test_an_error_reaches_every_caller_and_the_engine_goes_on(
 def test_a_long_prompt_holds_nobody_up_for_more_than_a_chunk(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "PLAIN_BESIDE", 16)
+    monkeypatch.setattr(chunks, "PLAIN_BESIDE", 16)
     events: list[str] = []
     take, run_round = engine.device.take, engine.device.round
 

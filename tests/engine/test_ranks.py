@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,17 +16,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config
 
+from benchmarks.shapes import write_random_pair
 from longspec import LongSpec, UserError
 from longspec.config import DraftConfig
 from longspec.engine import ranks
 from longspec.engine.ranks import RankError
 from longspec.engine.sequence import Sequence
-from longspec.models.checkpoint import WeightFiles
-from longspec.models.draft import GlideDraft
-from longspec.models.files import read_config
-from longspec.models.load import load_target
 from longspec.models.placement import check_equal, pick_devices
 from tests.cli.run import exit_code
 
@@ -53,7 +49,6 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 def make_pair(folder: Path, tokenizer: Path, tied: bool) -> tuple[Path, Path]:
     """A random target with 4 KV heads, and a draft with every part that there is."""
-    torch.manual_seed(1)
     config = Qwen2Config(
         vocab_size=V,
         hidden_size=32,
@@ -65,20 +60,11 @@ def make_pair(folder: Path, tokenizer: Path, tied: bool) -> tuple[Path, Path]:
         initializer_range=0.4,
         tie_word_embeddings=tied,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder / "target")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(tokenizer / name, folder / "target")
-    shape = read_config(folder / "target")
-    with WeightFiles(folder / "target") as weights:
-        target = load_target(shape, weights.tensor, torch.device("cpu"), torch.float32, packed=False)
     every_part = DraftConfig(
         window=32, max_lag=4, cross_layers=(-1, 0, 1), use_feature=True, lag_gate=True, final_norm=True,
         draft_vocab=50, intermediate_size=24,
     )  # fmt: skip
-    draft = GlideDraft(shape, every_part)
-    draft.initialise(torch.Generator().manual_seed(2), std=0.3)
-    draft.save_pretrained(folder / "draft", target, "random")
-    return folder / "target", folder / "draft"
+    return write_random_pair(folder, tokenizer, config, every_part, std=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +235,7 @@ def test_without_rank_0_the_others_end(pair: tuple[Path, Path]) -> None:
     ("flags", "told"),
     [
         (["--tensor-parallel", "2"], "num_key_value_heads of 3; use 1 or 3"),
-        (["--tensor-parallel", "0"], "'0' is not a whole number of 1 or more"),
+        (["--tensor-parallel", "0"], "tensor_parallel is 0; it must be at least 1"),
         (["--tensor-parallel", "3", "--device", "cpu,cpu"], "names 2 devices, but tensor_parallel is 3"),
         (["--tensor-parallel", "3", "--weights", "int8"], "'int8' do not go with tensor_parallel 3"),
         (["--tensor-parallel", "3", "--device", "cuda"], "torch sees 0 CUDA devices"),

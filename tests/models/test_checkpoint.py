@@ -51,11 +51,6 @@ def test_reads_every_layout(tmp_path: Path, layout: str) -> None:
     write(tmp_path, layout)
     with WeightFiles(tmp_path) as weights:
         assert weights.names == {"a.weight", "b.weight", "b.bias"}
-        assert "a.weight" in weights
-        assert "c.weight" not in weights
-        assert weights.shape("a.weight") == (6, 4)
-        assert weights.num_bytes() == 6 * 4 * 4 + 5 * 3 * 2 + 3 * 4
-        assert weights.dtype == torch.float32
         read = {name: weights.tensor(name) for name in weights.names}
         part = weights.tensor("a.weight", lambda shape: (slice(shape[0] // 2, None), slice(1, 3)))
         with pytest.raises(UserError, match=r"no tensor 'c\.weight'"):
@@ -133,17 +128,13 @@ def test_damaged_files_are_errors_and_never_crashes(tmp_path: Path, layout: str)
 
 def read_all(folder: Path) -> None:
     with WeightFiles(folder) as weights:
-        weights.num_bytes()
-        _ = weights.dtype
         for name in weights.names:
             weights.tensor(name).float().sum().item()
 
 
 def test_real_weights_are_read_quickly(smollm2_folder: Path) -> None:
     with WeightFiles(smollm2_folder) as weights:
-        assert weights.num_bytes() == 538_060_032
-        assert weights.shape("model.embed_tokens.weight") == (49152, 576)
         started = time.monotonic()
-        for name in weights.names:
-            weights.tensor(name)
+        read = [weights.tensor(name) for name in weights.names]
         assert time.monotonic() - started < 5  # measured 0.05 s
+    assert sum(tensor.nbytes for tensor in read) == 538_060_032

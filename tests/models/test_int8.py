@@ -15,6 +15,7 @@ from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 from longspec.engine.engine import Engine
 from longspec.engine.load import prepare_draft
+from longspec.engine.memory import EngineSize
 from longspec.models.draft import ContextHead, DraftHead, GlideDraft
 from longspec.models.int8 import Int8Linear
 from longspec.models.layers import Block, Linear
@@ -87,7 +88,7 @@ def test_drafts_nearly_the_same_tokens(smollm2: LongSpec) -> None:
     for kind in ("target", "int8"):
         draft, head = prepare_draft(real_draft(target, 8192), target, kind)
         assert isinstance(draft.qkv, Int8Linear) == isinstance(head.rows, Int8Linear) == (kind == "int8")
-        engine = Engine(target, draft, head, max_length=160, max_rows=1, num_pages=20, page_size=16)
+        engine = Engine(target, draft, head, size=EngineSize(1, 160, 16, 20))
         method = Both()
         ask(engine, [prompt], method, new=61)
         drafted[kind] = method.drafted

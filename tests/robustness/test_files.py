@@ -113,7 +113,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> dict[P
     (run / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     calibration = root / "calibration.json"
-    times = {"vanilla": {1: [(256, 0.1), (2048, 0.2)]}}
+    times = [("vanilla", 1, 256, 0.1), ("vanilla", 1, 2048, 0.2)]
     calibration.write_text(json.dumps(asdict(Calibration(times, 1, True))))
     cache = root / "cache"
     cache.mkdir()
@@ -235,7 +235,7 @@ def test_an_error_names_file_field_and_value(files: dict[Path, Reader]) -> None:
 def test_a_calibration_of_other_sizes_is_measured_again() -> None:
     from longspec.decoding.methods import VANILLA
 
-    good = Calibration({"vanilla": {1: [(256, 0.1), (2048, 0.2)]}}, 1, True)
+    good = Calibration([("vanilla", 1, 256, 0.1), ("vanilla", 1, 2048, 0.2)], 1, True)
     assert good.covers([VANILLA], {1: (256, 2048)})
-    twice = replace(good, times={"vanilla": {1: [(256, 0.1), (256, 0.2)]}})
+    twice = replace(good, times=[("vanilla", 1, 256, 0.1), ("vanilla", 1, 256, 0.2)])
     assert not twice.covers([VANILLA], {1: (256, 2048)})

@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_named(
     weights = checkpoint / "draft" / "model.safetensors"
     weights.write_bytes(b"\xff" * weights.stat().st_size)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "draft")]) == 2
-    assert "cannot read the draft" in capsys.readouterr().err
+    assert "is truncated or damaged" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -7,9 +7,9 @@ must cope with.
 import sys
 
 from longspec.attention.triton_backend import TritonAttention
+from longspec.cli.main import main
 from longspec.models import target
-from longspec.train.command import main
 
 if __name__ == "__main__":
     target.choose_backend = TritonAttention  # type: ignore[attr-defined, assignment]
-    sys.exit(main())
+    sys.exit(main(["train", *sys.argv[1:]]))

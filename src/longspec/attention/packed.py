@@ -31,7 +31,6 @@ class Pieces:
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """Start and end of each piece."""
         return list(zip(self.starts, (*self.starts[1:], self.num_tokens), strict=True))
 
     @cached_property

@@ -195,7 +195,6 @@ def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tens
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Query t sees keys 0..t."""
     if q.device.type == "cpu":
         return _on_cpu(q, k, v, causal=True)
     if _suits_cudnn(q, k):

@@ -9,9 +9,8 @@ from typing import Any
 
 from longspec.bench.folder import Row, read_run
 from longspec.bench.report import table
-from longspec.bench.runners import accepted_by_depth
 from longspec.bench.settings import read_method
-from longspec.bench.summary import summarise
+from longspec.bench.summary import acceptance, summarise
 from longspec.decoding.methods import Seq, Tree
 from longspec.errors import UserError
 from longspec.models.files import write_whole
@@ -59,17 +58,10 @@ def acceptance_table(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _shares(rows: Sequence[Row], depth: int) -> list[float]:
-    rounds = sum(row["rounds"] for row in rows)
-    counts = [0] * depth
-    for row in rows:
-        accepted = accepted_by_depth([one for turn in row["depths"] for one in turn])[:depth]
-        for place, count in enumerate(accepted):
-            counts[place] += count
-    return [round(count / rounds, 4) if rounds else 0.0 for count in counts]
+    return [round(share, 4) for share in [*acceptance(rows), *[0.0] * depth][:depth]]
 
 
 def _measured(found: Sequence[tuple[dict[str, Any], list[Row]]]) -> str:
-    """The card's section: tau by prompts, temperature and method."""
     parts = [MEASURED]
     for run, rows in found:
         facts = run["facts"]

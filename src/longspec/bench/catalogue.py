@@ -18,7 +18,7 @@ from typing import Any
 from longspec.api import LongSpec
 from longspec.bench.workloads import Item, Workload, read_file
 from longspec.data.records import read_records
-from longspec.errors import UserError, check_known
+from longspec.errors import UserError, check_known, reason_of
 from longspec.models.files import write_whole
 
 BUILTIN = Path(__file__).with_name("builtin.jsonl")
@@ -296,7 +296,6 @@ def aime(data: Path | None, first: int = AIME24.start, last: int = AIME24.stop -
 
 
 def _longbench_file(task: str) -> Path:
-    """The task's file out of the hub's archive."""
     archive = _download("THUDM/LongBench", "data.zip")
     path = archive.parent / f"{task}.jsonl"
     if not path.exists():
@@ -311,8 +310,7 @@ def _download(dataset: str, name: str) -> Path:
     try:
         return Path(hf_hub_download(dataset, name, repo_type="dataset"))
     except Exception as error:  # the hub's client raises errors of many types
-        reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"cannot fetch {name} of {dataset} from the hub ({reason}); give a folder that has the data with "
-            "--data_path_prefix or --data"
+            f"cannot fetch {name} of {dataset} from the hub ({reason_of(error)}); give a folder that has the "
+            "data with --data_path_prefix or --data"
         ) from error

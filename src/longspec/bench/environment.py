@@ -76,7 +76,6 @@ def commit() -> str | None:
 
 
 def command_line() -> str:
-    """The command as it can be typed again."""
     return shlex.join([Path(sys.argv[0]).name.replace("main.py", "longspec"), *sys.argv[1:]])
 
 

@@ -15,7 +15,7 @@ from longspec.attention import AttentionPlan
 from longspec.cache import Pages
 from longspec.decoding.choose import SamplingRows, filtered, gumbel
 from longspec.decoding.sampling import Sampling
-from longspec.engine.loop import PLAIN_ALONE
+from longspec.engine.chunks import PLAIN_ALONE
 from longspec.models.passes import paged_pass
 from longspec.models.placement import on_device
 

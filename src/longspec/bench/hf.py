@@ -12,7 +12,7 @@ import torch
 
 from longspec.api import LongSpec
 from longspec.bench.runners import TimedAnswer
-from longspec.errors import UserError
+from longspec.errors import UserError, reason_of
 
 
 class _Clock:
@@ -42,7 +42,6 @@ class Transformers:
     def answers(
         self, prompts: Sequence[list[int]], max_new_tokens: int, temperature: float, seeds: Sequence[int]
     ) -> list[TimedAnswer]:
-        """Answer one prompt after the other."""
         return [
             self._answer(prompt, max_new_tokens, temperature, seed)
             for prompt, seed in zip(prompts, seeds, strict=True)
@@ -158,5 +157,5 @@ def _load(folder: Path, model: LongSpec) -> Any:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
     except (OSError, ValueError) as error:
-        raise UserError(f"transformers cannot load {folder}: {' '.join(str(error).split())}") from error
+        raise UserError(f"transformers cannot load {folder}: {reason_of(error)}") from error
     return loaded.eval().to(target.device)

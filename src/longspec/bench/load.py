@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from queue import Empty, SimpleQueue
@@ -20,12 +19,10 @@ from longspec.bench.settings import LoadSetting
 from longspec.bench.workloads import Workload
 from longspec.decoding.methods.registry import read_label
 from longspec.engine.sequence import Sequence as Request
-from longspec.progress import Advance
+from longspec.progress import Advance, count_bar
 
 # The requests that are left have starved when no request got a token for this many seconds.
 STARVED_SECONDS = 120.0
-
-Bar = Callable[[str, int], AbstractContextManager[Advance]]
 
 
 @dataclass(frozen=True)
@@ -88,39 +85,33 @@ class LoadRun:
 
 
 def measure_load(
-    model: LongSpec,
-    workload: Workload,
-    setting: LoadSetting,
-    bar: Bar = lambda label, total: nullcontext(lambda number: None),
+    model: LongSpec, workload: Workload, setting: LoadSetting, progress: bool = False
 ) -> LoadRun:
-    """All rates in order; with shares, everything at once before them.
-
-    `bar(label, total)` gives a function to call for each request that ends.
-    """
+    """All rates in order; with shares, everything at once before them."""
     prompts = [item.prompt(model, []) for item in workload.items]
     asked = [prompts[number % len(prompts)] for number in range(setting.requests)]
     num_prompts = min(len(prompts), setting.requests)
     run = LoadRun(command_line(), setting, workload.name, num_prompts, environment(model), [])
-    _warm_up(model, asked, setting, bar)
+    _warm_up(model, asked, setting, progress)
     rates: list[tuple[float, float | None]] = [(rate, None) for rate in setting.rates or ()]
     if setting.shares:
-        with bar("all at once", setting.requests) as advance:
+        with count_bar("all at once", setting.requests, progress) as advance:
             whole = _send(model, asked, setting, None, None, advance)
         run.lines.append(whole)
         rates = [(share * whole.requests_per_second, share) for share in setting.shares]
     for rate, share in rates:
-        with bar(f"{rate:.3g} a second", setting.requests) as advance:
+        with count_bar(f"{rate:.3g} a second", setting.requests, progress) as advance:
             run.lines.append(_send(model, asked, setting, rate, share, advance))
     return run
 
 
-def _warm_up(model: LongSpec, asked: Sequence[list[int]], setting: LoadSetting, bar: Bar) -> None:
+def _warm_up(model: LongSpec, asked: Sequence[list[int]], setting: LoadSetting, progress: bool) -> None:
     """Run every number of rows once where a round is captured for each, so that no request waits for it."""
     device, most = model.engine.device, min(len(asked), model.engine.device.max_rows)
     sizes = [*(size for size in device.buckets if size < most and device.models.fused), len(asked)]
     model.engine.prepare(most)
     short = replace(setting, max_new_tokens=min(WARM_UP, setting.max_new_tokens))
-    with bar("warming up", sum(sizes)) as advance:
+    with count_bar("warming up", sum(sizes), progress) as advance:
         for size in sizes:
             _send(model, asked[:size], short, None, None, advance)
 

@@ -16,7 +16,6 @@ CAPTIONS = {
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 

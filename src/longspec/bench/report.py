@@ -38,7 +38,6 @@ def load_averages(rows: Sequence[Row]) -> str:
 
 
 def sameness(one: Figures) -> str:
-    """Whether the answers equal vanilla's."""
     if not one.compared:
         return "-"
     if not one.different:
@@ -120,7 +119,6 @@ def markdown(figures: Sequence[Figures], run: Mapping[str, Any]) -> str:
 
 
 def write_page(runs: Sequence[Path], output: Path, num_answers: int = 4) -> None:
-    """Write the page of one or more runs, finished or not."""
     write_whole(output, page([(path.resolve().name, *read_run(path)) for path in runs], num_answers).encode())
 
 
@@ -138,7 +136,6 @@ def page(runs: Sequence[tuple[str, dict[str, Any], list[Row]]], num_answers: int
 
 
 def _page_values(name: str, run: dict[str, Any], rows: list[Row], num_answers: int) -> dict[str, Any]:
-    """What the template shows of a run."""
     figures = summarise(rows)
     peer_header, peer_lines = _against_peers(figures)
     facts = run["facts"]["environment"] | {"load average while it ran": load_averages(rows)}

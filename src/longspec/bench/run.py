@@ -6,8 +6,7 @@ import gc
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -25,7 +24,7 @@ from longspec.bench.summary import Figures, summarise
 from longspec.bench.workloads import Item, Workload, fitting
 from longspec.errors import UserError
 from longspec.models.files import write_whole
-from longspec.progress import Advance
+from longspec.progress import Advance, count_bar
 from longspec.text import pieces_of
 
 # Tokens of a warm-up.
@@ -39,12 +38,11 @@ def bench(
     output: Path,
     others: Sequence[Runner] = (),
     left_out: dict[str, str] | None = None,
-    bar: Callable[[int], AbstractContextManager[Advance]] = lambda total: nullcontext(lambda number: None),
+    progress: bool = False,
 ) -> list[Figures]:
     """Measure into `output`, or resume the run that is there; write summary.json, report.md and plots.
 
-    `others` are measured together with our methods. `bar` takes the number of rows and returns a function
-    that is called with the number of rows that have just finished.
+    `others` are measured together with our methods.
     """
     chosen = [fitting(one.first(setting.limit), model, setting.max_new_tokens) for one in workloads]
     runners: list[Runner] = [OurMethod(model, label) for label in setting.labels]
@@ -66,7 +64,7 @@ def bench(
         "left_out": short | (left_out or {}),
     }
     total = sum(map(len, tasks)) * len(runners)
-    with RunFolder(output, facts, about) as folder, bar(total) as advance:
+    with RunFolder(output, facts, about) as folder, count_bar("answers", total, progress) as advance:
         gc.collect()
         # The model stays: with it frozen, the collection before each row looks at the row's garbage alone.
         gc.freeze()

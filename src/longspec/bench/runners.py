@@ -43,9 +43,7 @@ class Runner(Protocol):
         """Answer the prompts side by side. An earlier turn of the same items may still be cached."""
         ...
 
-    def forget(self) -> None:
-        """Drop what is cached of earlier items."""
-        ...
+    def forget(self) -> None: ...
 
 
 class OurMethod:

@@ -121,7 +121,7 @@ def _figures(kind: str, method: str, by_method: dict[str, list[Row]]) -> Figures
         speedup={name: Spread.of(found) for name, found in ratios.items() if found},
         tau=_tau(drafted),
         tau_without_loops=_tau_without_loops(drafted),
-        acceptance=_acceptance(drafted),
+        acceptance=acceptance(drafted),
         peak_memory=max(row["peak_memory"] for row in rows),
         memory_above_start=max(row["memory_above_start"] for row in rows),
         compared=sum(row["compared"] for row in rows),
@@ -132,7 +132,6 @@ def _figures(kind: str, method: str, by_method: dict[str, list[Row]]) -> Figures
 
 
 def _is_tie(difference: dict[str, Any]) -> bool:
-    """Whether the target's preference lay within its rounding."""
     margin, rounding = difference["margin"], difference.get("rounding")
     return margin is not None and rounding is not None and abs(margin) <= rounding
 
@@ -184,7 +183,8 @@ def _tau_without_loops(rows: Sequence[Row]) -> float | None:
     return tokens / rounds if rounds else None
 
 
-def _acceptance(rows: Sequence[Row]) -> list[float]:
+def acceptance(rows: Sequence[Row]) -> list[float]:
+    """The share of rounds that kept an accepted token at depth 1, 2, ..."""
     rounds = sum(row["rounds"] for row in rows)
     depth = max((len(row["accepted_by_depth"]) for row in rows), default=0)
     counts = np.zeros(depth)

@@ -70,8 +70,9 @@ def read_file(path: Path) -> Workload:
     """The prompts of a file: each record has a `prompt`, or `turns` as in Spec-Bench and EAGLE."""
     items = []
     for number, (place, values) in enumerate(read_records([str(path)]), 1):
-        turns = values["turns"] if "turns" in values else [values.get("prompt")]
-        if not isinstance(turns, list) or not turns or not all(_is_text(turn) for turn in turns):
+        turns: Any = values["turns"] if "turns" in values else [values.get("prompt")]
+        is_list = isinstance(turns, list) and turns
+        if not is_list or not all(isinstance(turn, str) and turn.strip() for turn in turns):
             raise UserError(f"{place}: needs a text 'prompt', or 'turns' that is a list of texts, not empty")
         name = str(values.get("id", values.get("question_id", number)))
         kind = str(values.get("kind") or values.get("category") or path.stem)
@@ -81,10 +82,6 @@ def read_file(path: Path) -> Workload:
     if twice is not None:
         raise UserError(f"{path}: the id {twice!r} is there more than once")
     return Workload(path.stem, tuple(items))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
 
 
 def fitting(workload: Workload, model: LongSpec, max_new_tokens: int) -> Workload:

@@ -38,12 +38,10 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be given out."""
         return self._num_free + len(self._unheld)
 
     @property
     def num_held(self) -> int:
-        """Pages that sequences hold."""
         return self.num_pages - self.num_available
 
     def take(self, count: int, after: int | None = None, evicts: bool = False) -> list[int] | None:

@@ -99,10 +99,8 @@ class DraftRing:
         return sees
 
     def first(self, num_rows: int) -> DraftRing:
-        """A view of the first rows."""
         return DraftRing(self.keys[:num_rows], self.values[:num_rows], self.positions[:num_rows], self.window)
 
     def move(self, source: int, goal: int) -> None:
-        """Copy row `source` over row `goal`."""
         for part in (self.keys, self.values, self.positions):
             part[goal].copy_(part[source])

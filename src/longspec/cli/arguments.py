@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterable
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,13 +49,13 @@ def add_device(group: argparse._ActionsContainer) -> None:
 
 
 def add_tensor_parallel(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
+    add_number(
+        group,
         "--tensor-parallel",
-        type=positive_number,
-        default=1,
-        metavar="N",
-        help="processes that hold the target together, each on a device of its own; --device may name them "
-        "(cuda:0,cuda:2) (default: %(default)s)",
+        1,
+        "processes that hold the target together, each on a device of its own; --device may name them "
+        "(cuda:0,cuda:2)",
+        least=1,
     )
 
 
@@ -92,22 +94,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="auto (triton on a GPU), torch, triton or reference",
     )
-    group.add_argument(
-        "--max-length",
-        type=whole_number,
-        metavar="N",
-        help="limit on prompt plus answer (default: the model's)",
-    )
+    add_number(group, "--max-length", None, "limit on prompt plus answer (default: the model's)")
     add_size_arguments(group)
 
 
 def add_size_arguments(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--max-rows",
-        type=positive_number,
-        metavar="N",
-        help="prompts that run at once (default: 128, on a CPU 16)",
-    )
+    add_number(parser, "--max-rows", None, "prompts that run at once (default: 128, on a CPU 16)", least=1)
     parser.add_argument(
         "--kv-memory",
         type=_num_bytes,
@@ -123,20 +115,10 @@ def add_size_arguments(parser: argparse._ActionsContainer) -> None:
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling (defaults come from the model's generation_config)")
-    group.add_argument(
-        "--max-new-tokens",
-        type=whole_number,
-        metavar="N",
-        help="longest answer (default: what fits, at most 512)",
-    )
+    add_number(group, "--max-new-tokens", None, "longest answer (default: what fits, at most 512)")
     for one in options_of(Sampling).values():
         add_option(group, one, default=None)
-    group.add_argument(
-        "--seed",
-        type=whole_number,
-        metavar="N",
-        help="for sampling: the same seed gives the same text (default: a new one)",
-    )
+    add_number(group, "--seed", None, "for sampling: the same seed gives the same text (default: a new one)")
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; repeatable"
     )
@@ -177,7 +159,6 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(group: argparse._ActionsContainer, cls: type, *names: str) -> None:
-    """The flags of these options of a class."""
     known = options_of(cls)
     for name in names:
         add_option(group, known[name])
@@ -188,7 +169,7 @@ def add_option(group: argparse._ActionsContainer, option: Option, *flags: str, *
 
     def read(text: str) -> Any:
         try:
-            return option.parse(text)
+            return option.check(option.parse(text))
         except UserError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -203,41 +184,26 @@ def add_option(group: argparse._ActionsContainer, option: Option, *flags: str, *
     group.add_argument(*(flags or (f"--{option.name.replace('_', '-')}",)), **(settings | changes))
 
 
-def whole_numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",")) if text.strip() else ()
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 4,16,16") from None
-
-
-def whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def positive_number(text: str) -> int:
-    """A whole number of at least 1."""
-    if (found := whole_number(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return found
-
-
-def number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+def add_number(
+    group: argparse._ActionsContainer, flag: str, default: int | None, help: str, least: int | None = None
+) -> None:
+    """A flag for a whole number."""
+    name = flag.removeprefix("--").replace("-", "_")
+    add_option(group, Option(name, int, default, help, least), flag)
 
 
 def _num_bytes(text: str) -> int:
-    """A size in bytes, or with a unit."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if found is None or found[2] == "i" or not 0 < float(found[1]) < 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 8GB, 512MB or 1.5GiB")
     base = 1024 if found[2].endswith("i") else 1000
     return int(float(found[1]) * base ** (" kmgt".index(found[2][:1] or " ")))
+
+
+def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """The values of those flags that have one of these names."""
+    known = set(names)
+    return {name: value for name, value in vars(arguments).items() if name in known}
 
 
 def will_calibrate(arguments: argparse.Namespace) -> bool:
@@ -253,31 +219,15 @@ def load(arguments: argparse.Namespace, calibrate: bool, max_rows: int | None = 
     """
     from longspec.api import LongSpec
 
-    return LongSpec.from_pretrained(
-        arguments.target,
-        arguments.draft,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        max_length=arguments.max_length,
-        revision=arguments.revision,
-        offline=arguments.offline,
-        progress=True,
-        calibrate=calibrate,
-        attention=arguments.attention,
-        draft_dtype=arguments.draft_dtype,
-        weights=arguments.weights,
-        max_rows=arguments.max_rows or max_rows,
-        kv_memory=arguments.kv_memory,
-        exact=arguments.exact,
-        tensor_parallel=arguments.tensor_parallel,
-    )
+    own = given(arguments, signature(LongSpec.from_pretrained).parameters)
+    own |= {"calibrate": calibrate, "max_rows": arguments.max_rows or max_rows}
+    return LongSpec.from_pretrained(**own, progress=True)
 
 
 def options(arguments: argparse.Namespace) -> Options:
     """The options from the flags, checked here so that a bad value is refused before a long load."""
     from longspec.options import Options, read_options
 
-    known = {*Options.__annotations__, *all_options()}
-    given = {name: value for name, value in vars(arguments).items() if name in known}
-    read_options(given)
-    return cast("Options", given)
+    own = given(arguments, {*Options.__annotations__, *all_options()})
+    read_options(own)
+    return cast("Options", own)

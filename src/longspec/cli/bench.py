@@ -11,20 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspec.bench.settings import RunSetting
-from longspec.cli.arguments import (
-    add_model_arguments,
-    add_option,
-    add_options,
-    load,
-    whole_number,
-    whole_numbers,
-)
+from longspec.cli.arguments import add_model_arguments, add_number, add_option, add_options, load
 from longspec.cli.bench_load import LOAD
 from longspec.cli.command import Command, add_commands
 from longspec.cli.terminal import printable
 from longspec.decoding.methods import Seq
 from longspec.decoding.methods.registry import choices, choose_method, find
-from longspec.option import options_of
+from longspec.option import Option, options_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,12 +60,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_context(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lengths",
-        type=whole_numbers,
-        metavar="N,N,...",
-        help="prompt tokens (default: 1024, doubled up to what the model's limit leaves)",
-    )
+    about = "prompt tokens (default: 1024, doubled up to what the model's limit leaves)"
+    add_option(parser, Option("lengths", tuple[int, ...], None, about))
     parser.add_argument(
         "--source",
         default="repo",
@@ -80,13 +69,7 @@ def _add_context(parser: argparse.ArgumentParser) -> None:
         help="repo: continue Python's library; text: summarise its manual; or a JSONL file with 'context' "
         "and 'input', or 'text'",
     )
-    parser.add_argument(
-        "--limit",
-        type=whole_number,
-        default=1,
-        metavar="N",
-        help="with a file: prompts of each length (%(default)s)",
-    )
+    add_number(parser, "--limit", 1, "with a file: prompts of each length", least=1)
     _add_methods(parser)
     _add_run(parser, max_new_tokens=64, repeats=3)
 
@@ -95,23 +78,13 @@ def _add_longbench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--task", default="lcc", help="gov_report, qmsum, multi_news, lcc or repobench-p (%(default)s)"
     )
-    parser.add_argument(
-        "--test_length",
-        type=whole_number,
-        default=1,
-        metavar="N",
-        help="number of prompts; 0 is all (%(default)s)",
-    )
+    add_number(parser, "--test_length", 1, "number of prompts; 0 is all", least=0)
     _add_published(parser, model="vicuna7b", max_gen_len=1024)
 
 
 def _add_aime(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--id_min", type=whole_number, default=60, metavar="N", help="first problem (%(default)s)"
-    )
-    parser.add_argument(
-        "--id_max", type=whole_number, default=60, metavar="N", help="last problem (%(default)s)"
-    )
+    add_number(parser, "--id_min", 60, "first problem")
+    add_number(parser, "--id_max", 60, "last problem")
     _add_published(parser, model="qwq", max_gen_len=200)
 
 
@@ -121,7 +94,7 @@ def _add_published(parser: argparse.ArgumentParser, model: str, max_gen_len: int
     add_options(parser, Seq, "gamma")
     parser.add_argument(
         "--tree_shape",
-        type=whole_number,
+        type=int,
         nargs="+",
         default=list(_PUBLISHED_TREE),
         metavar="N",
@@ -144,7 +117,6 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(parser: argparse.ArgumentParser, max_new_tokens: int, repeats: int) -> None:
-    """The flags of every benchmark of whole answers."""
     own = options_of(RunSetting)
     add_option(parser, own["max_new_tokens"], "--max-new-tokens", "--max_gen_len", default=max_new_tokens)
     add_option(parser, own["temperatures"], "--temperature")
@@ -178,11 +150,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _context(arguments: argparse.Namespace) -> int:
     from longspec.bench.catalogue import check_source, context_workload
-    from longspec.errors import UserError
 
     check_source(arguments.source)
-    if arguments.limit < 1:
-        raise UserError(f"--limit is {arguments.limit}; it must be at least 1")
     settings = _settings(arguments, arguments.methods.split(","))
     lengths = list(dict.fromkeys(arguments.lengths)) if arguments.lengths else None
     new = settings.max_new_tokens
@@ -195,12 +164,9 @@ def _context(arguments: argparse.Namespace) -> int:
 
 def _longbench(arguments: argparse.Namespace) -> int:
     from longspec.bench.catalogue import check_name, load_workload
-    from longspec.errors import UserError
 
     name = f"longbench:{arguments.task}"
     check_name(name)
-    if arguments.test_length < 0:
-        raise UserError(f"--test_length is {arguments.test_length}; it must be 0 (all) or more")
     settings = _settings(arguments, [_published_label(arguments)], arguments.test_length or None)
     data = Path(arguments.data_path_prefix) if arguments.data_path_prefix else None
     return _bench(arguments, settings, lambda model: [load_workload(name, model, data)])
@@ -245,7 +211,6 @@ def _bench(arguments: argparse.Namespace, settings: RunSetting, workloads: Workl
     from longspec.bench.report import markdown
     from longspec.bench.run import bench
     from longspec.hub import resolve
-    from longspec.progress import count_bar
 
     name = f"bench-{arguments.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(arguments.output or Path("outputs") / name)
@@ -257,10 +222,7 @@ def _bench(arguments: argparse.Namespace, settings: RunSetting, workloads: Workl
         folder = resolve(arguments.target, revision=arguments.revision, offline=arguments.offline).folder
         assistant = resolve(arguments.assistant).folder if arguments.assistant else None
         others, missing = baselines(model, folder, assistant)
-    figures = bench(
-        *(model, chosen, settings, output, others, missing),
-        bar=lambda total: count_bar("answers", total),
-    )
+    figures = bench(model, chosen, settings, output, others, missing, progress=True)
     if arguments.json:
         print(json.dumps({"run": str(output), "figures": [asdict(one) for one in figures]}))
     else:
@@ -316,17 +278,12 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="FILE", help="the page to write (default: report.html in the first run)"
     )
-    parser.add_argument(
-        "--answers", type=whole_number, default=4, metavar="N", help="shown in colour (%(default)s)"
-    )
+    add_number(parser, "--answers", 4, "shown in colour", least=0)
 
 
 def _report(arguments: argparse.Namespace) -> int:
     from longspec.bench.report import write_page
-    from longspec.errors import UserError
 
-    if arguments.answers < 0:
-        raise UserError(f"--answers is {arguments.answers}; it must be 0 or more")
     runs = [Path(one) for one in arguments.runs]
     output = Path(arguments.output) if arguments.output else runs[0] / "report.html"
     write_page(runs, output, arguments.answers)

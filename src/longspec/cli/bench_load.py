@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longspec.bench.settings import LoadSetting
-from longspec.cli.arguments import add_model_arguments, add_options, load
+from longspec.cli.arguments import add_model_arguments, add_options, given, load
 from longspec.cli.command import Command
 from longspec.cli.terminal import printable
 from longspec.option import options_of
@@ -33,14 +33,13 @@ def _load(arguments: argparse.Namespace) -> int:
     from longspec.bench.load import measure_load
     from longspec.bench.workloads import fitting
     from longspec.models.files import write_whole
-    from longspec.progress import count_bar
 
     check_name(arguments.workload)
-    setting = LoadSetting(**{name: getattr(arguments, name) for name in options_of(LoadSetting)})
+    setting = LoadSetting(**given(arguments, options_of(LoadSetting)))
     model = load(arguments, calibrate=setting.uses_auto)
     data = Path(arguments.data) if arguments.data else None
     workload = fitting(load_workload(arguments.workload, model, data), model, setting.max_new_tokens)
-    found = measure_load(model, workload, setting, count_bar)
+    found = measure_load(model, workload, setting, progress=True)
     text = json.dumps(asdict(found))
     if arguments.output:
         write_whole(Path(arguments.output), text.encode() + b"\n")
@@ -52,7 +51,6 @@ def _load(arguments: argparse.Namespace) -> int:
 
 
 def _show_load(run: LoadRun) -> None:
-    """The run for people."""
     from rich.console import Console
     from rich.table import Table
 

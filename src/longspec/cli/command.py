@@ -16,7 +16,7 @@ class Command:
 
     about: str
     """Its help page; lists of commands show the first line."""
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    add_arguments: Callable[[argparse.ArgumentParser], object]
     run: Callable[[argparse.Namespace], int] | None = None
     """Returns the exit code. None for a command that has commands of its own."""
 
@@ -47,11 +47,7 @@ def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command
     parsers = parser.add_subparsers(dest=dest, required=True, metavar="COMMAND")
     for name, command in commands.items():
         summary = command.about.splitlines()[0].rstrip(".:")
-        added = parsers.add_parser(
-            name,
-            help=summary[0].lower() + summary[1:],
-            description=command.about,
-        )
+        added = parsers.add_parser(name, help=summary[0].lower() + summary[1:], description=command.about)
         added.set_defaults(handler=command.run, parser=added)
         # Without a default, because that would override a --debug before the command.
         add_debug(added, default=argparse.SUPPRESS)

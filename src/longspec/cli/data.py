@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longspec.cli.arguments import add_option, add_options, add_target, whole_number
+from longspec.cli.arguments import add_number, add_option, add_options, add_target, given
 from longspec.cli.command import Command, add_commands
 from longspec.cli.synthesize import SYNTHESIZE
 from longspec.cli.terminal import in_colour, printable
@@ -105,14 +105,10 @@ def _pair(text: str) -> tuple[str, str]:
 def _prepare(arguments: argparse.Namespace) -> int:
     from longspec.data.prepare import prepare
 
-    names = {field.name for field in fields(PrepareOptions)}
-    options = PrepareOptions(
-        inputs=tuple(arguments.inputs),
-        folder=Path(os.path.expanduser(arguments.output)),
-        renames=tuple(arguments.rename),
-        aligners=tuple(arguments.align),
-        **{name: value for name, value in vars(arguments).items() if name in names - {"inputs"}},
-    )
+    own = given(arguments, (field.name for field in fields(PrepareOptions)))
+    own |= {"inputs": tuple(arguments.inputs), "folder": Path(os.path.expanduser(arguments.output))}
+    own |= {"renames": tuple(arguments.rename), "aligners": tuple(arguments.align)}
+    options = PrepareOptions(**own)
     summary = prepare(options, progress=True)
     if arguments.json:
         print(json.dumps(asdict(summary)))
@@ -180,10 +176,8 @@ def _info(arguments: argparse.Namespace) -> int:
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="a finished dataset")
-    parser.add_argument(
-        "--index", type=whole_number, default=0, metavar="N", help="first sequence (%(default)s)"
-    )
-    parser.add_argument("--count", type=whole_number, default=1, metavar="N", help="how many (%(default)s)")
+    add_number(parser, "--index", 0, "first sequence", least=0)
+    add_number(parser, "--count", 1, "how many", least=1)
     parser.add_argument("--target", metavar="MODEL", help="whose tokenizer (default: the one that made it)")
     parser.add_argument("--offline", action="store_true", help="use only what is on disk")
 
@@ -193,10 +187,8 @@ def _show(arguments: argparse.Namespace) -> int:
     from longspec.errors import UserError
 
     dataset = Dataset(Path(arguments.folder))
-    if not 0 <= arguments.index < len(dataset):
+    if arguments.index >= len(dataset):
         raise UserError(f"--index is {arguments.index}; the dataset's sequences are 0 to {len(dataset) - 1}")
-    if arguments.count < 1:
-        raise UserError(f"--count is {arguments.count}; it must be at least 1")
     tokenizer = _tokenizer(dataset, arguments)
     colour = in_colour()
     for index in range(arguments.index, min(arguments.index + arguments.count, len(dataset))):

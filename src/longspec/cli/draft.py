@@ -23,7 +23,7 @@ import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from longspec.cli.arguments import add_device, add_options
+from longspec.cli.arguments import add_device, add_options, given
 from longspec.cli.command import Command
 from longspec.cli.synthesize import amount
 from longspec.cli.terminal import printable
@@ -68,8 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from longspec.pipeline.card import plan_text, result_text
     from longspec.pipeline.run import make_draft, plan_draft
 
-    names = {field.name for field in fields(DraftOptions)}
-    options = DraftOptions(**{name: value for name, value in vars(arguments).items() if name in names})
+    options = DraftOptions(**given(arguments, (field.name for field in fields(DraftOptions))))
     plan = plan_draft(options)
     if arguments.dry_run:
         print(json.dumps(asdict(plan)) if arguments.json else printable(plan_text(plan)))

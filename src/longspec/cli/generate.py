@@ -131,7 +131,6 @@ def _explain(result: Generation, tokenizer: Any) -> None:
 
 
 def _read_prompt(arguments: argparse.Namespace) -> str:
-    """The prompt from the argument, --file or standard input."""
     from longspec.errors import UserError
 
     if len(arguments.prompt) > 1:

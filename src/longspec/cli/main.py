@@ -16,6 +16,7 @@ from longspec import __version__
 from longspec.cli import bench, chat, data, draft, generate, models, serve, train
 from longspec.cli.command import Command, Parser, add_commands, add_debug
 from longspec.cli.terminal import one_line, open_streams
+from longspec.errors import UserError
 
 _DESCRIPTION = """\
 Lossless speculative decoding for long contexts: Llama and Qwen models answer faster, with the same words.
@@ -64,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
             error.filename = "standard output"  # errors about files have a name
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if arguments.debug or not _is_for_users(error):
+        # A plain ValueError is a bug of ours and keeps its traceback; the user can act on the others.
+        if arguments.debug or not isinstance(error, (UserError, OSError, MemoryError)):
             raise
         _tell(f"longspec: error: {_one_line(error)}")
         return 2
@@ -100,14 +102,14 @@ def _parser() -> Parser:
         "export": train.EXPORT,
         "plot": train.PLOT,
         "bench": bench.BENCH,
-        "completion": Command(_COMPLETION, _add_shell, _print_completion),
+        "completion": Command(
+            _COMPLETION,
+            lambda parser: parser.add_argument("shell", choices=_SHELLS, help="whose script"),
+            _print_completion,
+        ),
     }
     add_commands(parser, commands, "command")
     return parser
-
-
-def _add_shell(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=_SHELLS, help="whose script")
 
 
 def _print_completion(arguments: argparse.Namespace) -> int:
@@ -126,13 +128,6 @@ def _tell(text: str) -> None:
     """Print to standard error, if that is possible; the exit code says the rest."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
-
-
-def _is_for_users(error: BaseException) -> bool:
-    """A plain ValueError is a bug of ours and keeps its traceback; the user can act on the others."""
-    from longspec.errors import UserError
-
-    return isinstance(error, (UserError, OSError, MemoryError))
 
 
 def _one_line(error: BaseException) -> str:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from longspec.cli.arguments import (
     add_device,
+    add_number,
     add_options,
     add_size_arguments,
     add_source,
     add_tensor_parallel,
     add_weights,
-    positive_number,
 )
 from longspec.cli.command import Command
 from longspec.cli.terminal import printable
@@ -40,10 +40,6 @@ longspec info llama8b --context 131072 --batch 4 --dtype bfloat16
 longspec info ./my-model --draft ./my-draft --json
 longspec info qwq --tensor-parallel 2
 """
-
-
-def _add_models(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print a JSON list")
 
 
 def _models(arguments: argparse.Namespace) -> int:
@@ -82,15 +78,9 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_tensor_parallel(parser)
     add_weights(parser)
-    parser.add_argument(
-        "--context",
-        type=positive_number,
-        metavar="N",
-        help="tokens of prompt and answer (default: the context limit)",
-    )
-    parser.add_argument(
-        "--batch", type=positive_number, default=1, metavar="N", help="prompts at a time (%(default)s)"
-    )
+    about = "tokens of prompt and answer (default: the context limit)"
+    add_number(parser, "--context", None, about, least=1)
+    add_number(parser, "--batch", 1, "prompts at a time", least=1)
     parser.add_argument(
         "--draft",
         metavar="DRAFT",
@@ -187,7 +177,6 @@ def _draft(arguments: argparse.Namespace, entry: ModelEntry | None) -> tuple[str
 
 
 def _report(facts: dict[str, Any]) -> str:
-    """The plan for people."""
     from longspec.models.placement import gigabytes
 
     needs, device, left = facts["needs"], facts["device"], facts["left_bytes"]
@@ -233,5 +222,9 @@ def _report(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-MODELS = Command(_MODELS, _add_models, _models)
+MODELS = Command(
+    _MODELS,
+    lambda parser: parser.add_argument("--json", action="store_true", help="print a JSON list"),
+    _models,
+)
 INFO = Command(_INFO, _add_info, _info)

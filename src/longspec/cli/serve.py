@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 from longspec.cli.arguments import (
     add_method_arguments,
     add_model_arguments,
+    add_number,
+    add_option,
     load,
-    number,
     options,
-    whole_number,
 )
 from longspec.cli.command import Command
+from longspec.option import Option
 
 if TYPE_CHECKING:
     from longspec.api import LongSpec
@@ -32,33 +33,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all of them (%(default)s)"
     )
-    group.add_argument(
-        "--port", type=whole_number, default=8000, help="port; 0 takes a free one (%(default)s)"
-    )
+    add_number(group, "--port", 8000, "0 takes a free one")
     group.add_argument(
         "--api-key-file", metavar="PATH", help="file with keys, one a line; who has none of them is refused"
     )
-    group.add_argument(
-        "--max-queue",
-        type=whole_number,
-        default=256,
-        metavar="N",
-        help="answers that may wait beside those that run; more are refused with status 429 (%(default)s)",
-    )
-    group.add_argument(
-        "--max-seconds",
-        type=number,
-        default=600.0,
-        metavar="S",
-        help="longest time for a request (%(default)s)",
-    )
-    group.add_argument(
-        "--grace-seconds",
-        type=whole_number,
-        default=30,
-        metavar="S",
-        help="at the end, time for the answers that are under way (%(default)s)",
-    )
+    about = "answers that may wait beside those that run; more are refused with status 429"
+    add_number(group, "--max-queue", 256, about)
+    add_option(group, Option("max_seconds", float, 600.0, "longest time for a request", metavar="S"))
+    add_number(group, "--grace-seconds", 30, "at the end, time for the answers that are under way")
     add_model_arguments(parser)
     add_method_arguments(parser)
 

@@ -20,7 +20,7 @@ import re
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from longspec.cli.arguments import add_device, add_options, add_target
+from longspec.cli.arguments import add_device, add_options, add_target, given
 from longspec.cli.command import Command
 from longspec.cli.terminal import printable
 from longspec.data.options import SynthesisOptions
@@ -60,8 +60,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from longspec.data.synthesize import synthesize
 
-    names = {field.name for field in fields(SynthesisOptions)}
-    request = SynthesisOptions(**{name: value for name, value in vars(arguments).items() if name in names})
+    request = SynthesisOptions(**given(arguments, (field.name for field in fields(SynthesisOptions))))
     made = synthesize(request, progress=True)
     if arguments.json:
         print(json.dumps(asdict(made)))

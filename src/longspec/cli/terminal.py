@@ -37,7 +37,6 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Any text as one printable line."""
     return printable(" ".join(text.split()))
 
 
@@ -67,7 +66,6 @@ def explained(pieces: Sequence[str], depths: Sequence[int], colour: bool) -> str
 
 
 def legend(colour: bool) -> str:
-    """Explains the marks of `explained`."""
     if not colour:
         return "[{N:token}: drafted and accepted at depth N; the rest: from the target itself]"
     shades = " ".join(f"\x1b[48;5;{shade}m\x1b[30m {depth} \x1b[0m" for depth, shade in enumerate(_SHADES, 1))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TextIO
 
 from longspec.data.held_out import HeldOut
 from longspec.data.records import read_records
-from longspec.errors import UserError
+from longspec.errors import UserError, lone_surrogate
+from longspec.models.files import unfinished
 
 STDLIB = "stdlib"
 BOOK, SOURCE = "book", "source"
@@ -31,66 +31,40 @@ Document = tuple[str, str, str, str]
 """Kind, source, licence, text."""
 
 
-@dataclass(frozen=True)
-class Collected:
-    """What was written."""
-
-    num_books: int
-    num_sources: int
-    num_characters: int
-    num_cut: int
-    """Documents of which held-out parts were left out."""
-    licences: dict[str, str]
-    """Of each source."""
-
-
 def collect(
-    output: Path,
-    books: Sequence[str],
-    packages: Sequence[str],
-    held_out: HeldOut,
-    licence: str = "unknown",
-    on_document: Callable[[int], None] = lambda number: None,
-) -> Collected:
-    """Write a JSONL of `text`, `source`, `licence` and `kind`, in a fixed order."""
-    unfinished = output.with_name(f".{output.name}.part")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            made = _write(file, _documents(books, packages, licence), held_out, on_document)
-        if not made.num_characters:
+    output: Path, books: Sequence[str], packages: Sequence[str], held_out: HeldOut, licence: str = "unknown"
+) -> Counter[str]:
+    """Write a JSONL of `text`, `source`, `licence` and `kind`, in a fixed order.
+
+    Returns how many documents of each kind there were, of how many held-out parts were cut, and characters.
+    """
+    with unfinished(output) as path:
+        with open(path, "w", encoding="utf-8") as file:
+            made = _write(file, _documents(books, packages, licence), held_out)
+        if not made["characters"]:
             raise UserError("there is nothing to collect: give books or packages that hold text")
-        os.replace(unfinished, output)
-    finally:
-        unfinished.unlink(missing_ok=True)
     return made
 
 
-def _write(
-    file: TextIO, documents: Iterator[Document], held_out: HeldOut, on_document: Callable[[int], None]
-) -> Collected:
-    licences: dict[str, str] = {}
-    counts = {BOOK: 0, SOURCE: 0}
-    characters = cut = 0
+def _write(file: TextIO, documents: Iterator[Document], held_out: HeldOut) -> Counter[str]:
+    counts: Counter[str] = Counter()
     for kind, source, under, text in documents:
         pieces = held_out.cut(text)
-        cut += pieces != [text]
         kept = pieces if len(pieces) == 1 else [one for one in pieces if len(one) >= _LEAST_PIECE]
         for piece in (short for one in kept for short in _split(one)):
             line = {"text": piece, "source": source, "licence": under, "kind": kind}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            characters += len(piece)
+            counts["characters"] += len(piece)
+        counts["cut"] += pieces != [text]
         counts[kind] += 1
-        licences[source] = under
-        on_document(1)
-    return Collected(counts[BOOK], counts[SOURCE], characters, cut, licences)
+    return counts
 
 
 def _documents(books: Sequence[str], packages: Sequence[str], licence: str) -> Iterator[Document]:
     for book in books:
         for _, record in read_records([book]):
             text = record.get("text")
-            if not isinstance(text, str) or not _encodes(text):
+            if not isinstance(text, str) or lone_surrogate(text) is not None:
                 raise UserError(f"a record of {book} has no text 'text'")
             source = str(record.get("source", Path(book).name.partition(".")[0]))
             yield BOOK, source, str(record.get("licence", licence)), _plain(text)
@@ -110,10 +84,6 @@ def _split(text: str) -> Iterator[str]:
         yield text[:end]
         text = text[end:]
     yield text
-
-
-def _encodes(text: str) -> bool:
-    return text.encode("utf-8", "replace").decode() == text
 
 
 def _plain(text: str) -> str:

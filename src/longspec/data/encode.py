@@ -17,7 +17,7 @@ from longspec.data.pack import Document
 from longspec.data.read import Chunk
 from longspec.data.shards import tokenizer_fingerprint
 from longspec.data.template import TEMPLATES, Chat, Piece, Rendered
-from longspec.errors import UserError, entry
+from longspec.errors import UserError, entry, lone_surrogate
 from longspec.prompts import tokenizer_explained
 
 _BATCH_CHARACTERS = 1 << 20  # per call of the tokenizer; its results take a hundred bytes per token
@@ -95,13 +95,12 @@ class Encoder:
         return record
 
     def render(self, record: Record) -> Rendered:
-        """Apply the template, and check its pieces."""
         rendered = self._template(record, self._chat)
         for content, _ in rendered.pieces:
-            if isinstance(content, str):
-                _check_text(content)
-            else:
+            if not isinstance(content, str):
                 self._check_ids(content)
+            elif (bad := lone_surrogate(content)) is not None:
+                raise BadRecord(f"its text is not valid Unicode: it has {bad!r}")
         return rendered
 
     def origin(self, record: Record, source: str) -> tuple[str, str]:
@@ -126,7 +125,6 @@ class Encoder:
         yield from self._batch(batch)
 
     def _batch(self, batch: list[Rendered]) -> list[Document]:
-        """Tokenise documents of one kind together."""
         done: list[Document | None] = [None] * len(batch)
         kinds: dict[tuple[bool, bool], list[int]] = {}
         for index, one in enumerate(batch):
@@ -189,13 +187,6 @@ class Encoder:
         for one in ids:
             if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < self.vocab_size:
                 raise BadRecord(f"{one!r:.40} is not one of the tokenizer's {self.vocab_size} token ids")
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadRecord(f"its text is not valid Unicode: it has {text[error.start]!r}") from error
 
 
 def _parse(raw: bytes | Record) -> Record:

@@ -99,7 +99,8 @@ def _expand(path: Path, split: str | None) -> Iterator[tuple[Path, str]]:
     if not path.exists():
         raise UserError(f"there is no file or folder {path}")
     if path.is_dir():
-        yield from _saved(path, split) if _is_saved(path) else _folder(path)
+        is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+        yield from _saved(path, split) if is_saved else _folder(path)
         return
     kind = _kind(path)
     if kind is None:
@@ -127,10 +128,6 @@ def _folder(folder: Path) -> Iterator[tuple[Path, str]]:
             yield path, kind
     if not found:
         raise UserError(f"the folder {folder} has no input: {_KNOWN}, or what `save_to_disk` wrote")
-
-
-def _is_saved(folder: Path) -> bool:
-    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def _saved(folder: Path, split: str | None) -> Iterator[tuple[Path, str]]:

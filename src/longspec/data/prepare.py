@@ -31,7 +31,7 @@ from longspec.data.work import claimed, encode_in_order
 from longspec.errors import UserError, check_same, entry
 from longspec.hub import resolve_tokenizer
 from longspec.models.files import clear_unfinished, write_whole
-from longspec.progress import byte_bar
+from longspec.progress import count_bar
 from longspec.prompts import PromptEncoder
 from longspec.records import as_record, read_record
 
@@ -94,7 +94,7 @@ def prepare(options: PrepareOptions, progress: bool = False) -> PrepareSummary:
     target = resolve_tokenizer(
         options.target, revision=options.revision, offline=options.offline, progress=progress
     )
-    tokenizer = PromptEncoder(target.folder, target.entry.chat_template if target.entry else None).tokenizer
+    tokenizer = PromptEncoder(target.folder, target.chat_template).tokenizer
     encoder = Encoder(options, tokenizer)
     settings = _settings(options, files, encoder)
     with claimed(options.folder, _STATE):
@@ -110,7 +110,7 @@ def prepare(options: PrepareOptions, progress: bool = False) -> PrepareSummary:
         chunks = read_chunks(files, job.state.position, options.skip, options.limit)
         total = sum(file.num_bytes for file in files)
         workers = min(options.workers, -(-total // _WORKER_BYTES))
-        with byte_bar("Preparing", total, progress) as advance:
+        with count_bar("Preparing", total, progress, in_bytes=True) as advance:
             advance(sum(file.num_bytes for file in files[: job.state.position.file]))
             for chunk, outcomes in encode_in_order(encoder, chunks, workers):
                 job.take(chunk, outcomes)
@@ -186,7 +186,6 @@ class _Job:
         _write_state(folder, state)
 
     def finish(self, end: Position) -> DatasetInfo:
-        """Write what is left, and the dataset's description."""
         options, state = self._options, self.state
         if self._tokens:
             self._write(end)
@@ -215,7 +214,6 @@ def _settings(options: PrepareOptions, files: list[InputFile], encoder: Encoder)
 
 
 def _read_state(folder: Path, settings: dict[str, Any]) -> PrepareState:
-    """The state of an earlier run, or a new one."""
     path = folder / _STATE
     if not path.is_file():
         if any(folder.iterdir()):

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from longspec.data.inputs import InputFile
-from longspec.errors import UserError
+from longspec.errors import UserError, reason_of
 
 _BLOCK = 1 << 20
 _CHUNK_BYTES = 1 << 20
@@ -77,68 +77,45 @@ def read_chunks(
 
 
 def _file_chunks(index: int, file: InputFile, start: int, before: int) -> Iterator[Chunk]:
-    """The records of one file from number `start` on."""
     records: list[tuple[int, Raw]] = []
     size, number, reported = 0, 0, 0
     fault = None
-    with _Meter(file.path) as meter:
-        try:
-            for number, raw in _records(file, meter):
-                if number < start:
-                    continue
-                records.append((number, raw))
-                size += len(raw) if isinstance(raw, bytes) else _size(raw)
-                if size >= _CHUNK_BYTES or len(records) >= _CHUNK_RECORDS:
-                    yield Chunk(index, file, records, before, meter.position - reported)
-                    before, reported = before + len(records), meter.position
-                    records, size = [], 0
-            if number == 0:
-                fault = "it is empty"
-        except _BROKEN as error:
-            fault = f"the rest cannot be read: {' '.join(str(error).split()) or type(error).__name__}"
+    try:
+        for number, raw, position in _records(file):
+            if number < start:
+                continue
+            records.append((number, raw))
+            size += len(raw) if isinstance(raw, bytes) else _size(raw)
+            if size >= _CHUNK_BYTES or len(records) >= _CHUNK_RECORDS:
+                yield Chunk(index, file, records, before, position - reported)
+                before, reported = before + len(records), position
+                records, size = [], 0
+        if number == 0:
+            fault = "it is empty"
+    except _BROKEN as error:
+        fault = f"the rest cannot be read: {reason_of(error)}"
     left = file.num_bytes - reported
     yield Chunk(index, file, records, before, left, fault, number + 1 if number else 0)
 
 
-class _Meter:
-    """An open file that knows how much of it was read."""
-
-    def __init__(self, path: Path) -> None:
-        self.file: BinaryIO = open(path, "rb")  # noqa: SIM115 # closed by __exit__
-        self.rows_share: float | None = None
-        self._size = path.stat().st_size
-
-    def __enter__(self) -> _Meter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    @property
-    def position(self) -> int:
-        """Bytes read; for a file of rows, in proportion to the rows."""
-        if self.rows_share is not None:
-            return int(self.rows_share * self._size)
-        return self.file.tell()
-
-
-def _records(file: InputFile, meter: _Meter) -> Iterator[tuple[int, Raw]]:
-    """(number, content) of every record; blank lines have a number but are not records."""
-    if file.kind == "lines":
-        for number, line in enumerate(_lines(_blocks(file.path, meter.file)), start=1):
-            content = line.removeprefix(_BOM) if number == 1 else line
-            if content.strip():
-                yield number, content
-        return
-    arrow = _need("pyarrow", file.path)
-    with _arrow_errors(arrow):
-        number = 0
-        for share, batch in _parquet(meter.file) if file.kind == "parquet" else _arrow(meter.file):
-            for first in range(0, batch.num_rows, _ROWS):
-                meter.rows_share = share
-                for row in batch.slice(first, _ROWS).to_pylist():
-                    number += 1
-                    yield number, row
+def _records(file: InputFile) -> Iterator[tuple[int, Raw, int]]:
+    """(number, content, bytes of the file that were read for it) of every record. Blank lines have a number
+    but are not records."""
+    with open(file.path, "rb") as content:
+        if file.kind == "lines":
+            for number, line in enumerate(_lines(_blocks(file.path, content)), start=1):
+                record = line.removeprefix(_BOM) if number == 1 else line
+                if record.strip():
+                    yield number, record, content.tell()
+            return
+        arrow = _need("pyarrow", file.path)
+        with _arrow_errors(arrow):
+            number = 0
+            for share, batch in _parquet(content) if file.kind == "parquet" else _arrow(content):
+                for first in range(0, batch.num_rows, _ROWS):
+                    for row in batch.slice(first, _ROWS).to_pylist():
+                        number += 1
+                        yield number, row, int(share * file.num_bytes)
 
 
 def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:

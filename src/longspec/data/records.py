@@ -9,7 +9,7 @@ from typing import Any
 
 from longspec.data.inputs import find_files
 from longspec.data.read import Position, read_chunks
-from longspec.errors import UserError, naming
+from longspec.errors import UserError, lone_surrogate, naming
 from longspec.records import MOST_BYTES, parse_record
 
 
@@ -87,7 +87,5 @@ def read_document(record: Mapping[str, Any]) -> str:
 
 
 def _texts(*values: Any) -> bool:
-    """Whether all are texts that UTF-8 can encode; JSON may contain lone surrogates."""
-    return all(
-        isinstance(value, str) and value.encode("utf-8", "replace").decode() == value for value in values
-    )
+    """Whether all are texts that UTF-8 can encode."""
+    return all(isinstance(value, str) and lone_surrogate(value) is None for value in values)

@@ -146,22 +146,22 @@ class Script:
         topics: tuple[str, ...] = (),
         eos_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._options, self._tokenizer = options, encoder.tokenizer
+        self._options, self.tokenizer = options, encoder.tokenizer
         self._prompts, self._documents, self._topics = prompts, documents, topics
         self.turn_end: int | None = None
         """The token that ends a user's turn, where the template has one."""
         self._before = self._after = ""
         if options.shares.get("questions") or options.shares.get("prompts"):
-            if not self._tokenizer.chat_template:
+            if not self.tokenizer.chat_template:
                 raise UserError("the target has no chat template; --mode documents goes without one")
             rendered = self._render([{"role": "user", "content": _MARK}])
             self._before, found, self._after = rendered.partition(_MARK)
             if not found:
                 raise UserError("the target's chat template hides the user's message; use --mode documents")
             first = self._encode(self._after)[:1]
-            if first and first[0] in self._tokenizer.all_special_ids:
+            if first and first[0] in self.tokenizer.all_special_ids:
                 self.turn_end = first[0]
-        ends = {*eos_ids, self._tokenizer.eos_token_id, self.turn_end}
+        ends = {*eos_ids, self.tokenizer.eos_token_id, self.turn_end}
         self._eos_ids = frozenset(end for end in ends if end is not None)
         self._asking = {topic: self._encode(self._before + topic) for topic in topics or ("",)}
 
@@ -208,13 +208,7 @@ class Script:
         limit = min(room, options.seq_length - len(prompt))
         seed = (sample.noise ^ sample.num_sequences) % _SEEDS
         return Sequence(
-            list(prompt),
-            limit,
-            _sampling(temperature),
-            seed,
-            self._eos_ids,
-            VANILLA,
-            keep_until=_LoopWatch(),
+            list(prompt), limit, _sampling(temperature), seed, self._eos_ids, VANILLA, keep_until=_LoopWatch()
         )
 
     def take(self, written: Iterable[tuple[Sample, list[int], bool]]) -> None:
@@ -232,7 +226,7 @@ class Script:
 
     def _take_question(self, sample: Sample, tokens: list[int], ended: bool) -> bool:
         """Make the text a sample's first message; whether it is worth an answer."""
-        text = sample.topic + self._tokenizer.decode(tokens, skip_special_tokens=True)
+        text = sample.topic + self.tokenizer.decode(tokens, skip_special_tokens=True)
         stop = self._after.strip()
         if self.turn_end is None and stop:
             text, stopped, _ = text.partition(stop)
@@ -241,7 +235,7 @@ class Script:
         start = loop_start(found)
         if start is not None:
             text, ended = (
-                sample.topic + self._tokenizer.decode(tokens[:start], skip_special_tokens=True),
+                sample.topic + self.tokenizer.decode(tokens[:start], skip_special_tokens=True),
                 False,
             )
         asked = text if ended else first_sentences(text)
@@ -258,7 +252,7 @@ class Script:
         return sample.dropped is None
 
     def _take_answer(self, sample: Sample, tokens: list[int], end: int | None) -> None:
-        if not tokens or (len(tokens) < 8 and not self._tokenizer.decode(tokens).strip()):
+        if not tokens or (len(tokens) < 8 and not self.tokenizer.decode(tokens).strip()):
             sample.dropped = "empty"
             return
         numbers = np.array(tokens)
@@ -280,7 +274,7 @@ class Script:
         sample.finished = True
         if not sample.turns or end is None:
             return
-        text = self._tokenizer.decode(answer)
+        text = self.tokenizer.decode(answer)
         turn = {"role": "user", "content": sample.turns[0]}
         messages = [*sample.messages, {"role": "assistant", "content": text}, turn]
         rendered = self._render(messages)
@@ -298,7 +292,7 @@ class Script:
         """Let samples begin with their messages; a few dozen at a time, because each has its overhead."""
         for first in range(0, len(samples), AT_ONCE):
             few = samples[first : first + AT_ONCE]
-            texts = render_chats(self._tokenizer, [sample.messages for sample in few], open_turn=True)
+            texts = render_chats(self.tokenizer, [sample.messages for sample in few], open_turn=True)
             encoded = self._encode_all(texts)
             for sample, text, tokens in zip(few, texts, encoded, strict=True):
                 sample.rendered = text
@@ -317,14 +311,14 @@ class Script:
         sample.add(tokens[:given], Role.PROMPT)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        return render_chat(self._tokenizer, messages, open_turn=True)
+        return render_chat(self.tokenizer, messages, open_turn=True)
 
     def _encode(self, text: str) -> list[int]:
         return self._encode_all([text])[0]
 
     def _encode_all(self, texts: list[str]) -> list[list[int]]:
         with tokenizer_explained("the target's tokenizer cannot read a text"):
-            return list(self._tokenizer(texts, add_special_tokens=False)["input_ids"])
+            return list(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
 
     def _draws(self, first: int, stop: int, stream: int) -> NDArray[np.float64]:
         """A number in [0, 1) for each sample."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -25,13 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longspec.errors import UserError, shown
-from longspec.models.files import clear_unfinished, write_whole
+from longspec.errors import UserError, reason_of, shown
+from longspec.models.files import clear_unfinished, unfinished, write_whole
 from longspec.records import read_record
 
 FORMAT = 1
 _INFO, _ORIGIN = "dataset.json", "shard.json"
-_TEMPORARY = ".building-"
 _MAX_OPEN = 48
 
 
@@ -106,10 +104,6 @@ def write_shard(
 ) -> None:
     """Write one shard; it appears complete or not at all."""
     goal = shard_folder(folder, index)
-    building = folder / f"{_TEMPORARY}{goal.name}-{os.getpid()}"
-    # Left by a killed process with the same id, as in a container that is started again.
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     firsts = np.cumsum([0, *(len(one.starts) for one in sequences)])
     arrays = {
@@ -118,17 +112,14 @@ def write_shard(
         "starts": np.concatenate([one.starts for one in sequences]).astype(np.int32),
         "firsts": firsts.astype(np.int64),
     }
-    try:
+    with unfinished(goal) as building:
+        building.mkdir()
         for name, array in arrays.items():
             _save(building / f"{name}.npy", array)
         origin = Origin(list(sources), len(sequences))
         write_whole(building / _ORIGIN, json.dumps(asdict(origin), indent=1).encode())
         if goal.exists():
             shutil.rmtree(goal)
-        building.rename(goal)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
 
 
 def finish(
@@ -146,8 +137,6 @@ def finish(
             raise UserError(f"{shard} is damaged: remove {folder} and begin again")
         num_sequences, seq_length = num_sequences + len(tokens), tokens.shape[1]
         counts += np.bincount(tokens[roles != Role.PAD], minlength=vocab_size)
-    for leftover in folder.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
     clear_unfinished(folder)
     _save(folder / "counts.npy", counts)
     info = DatasetInfo(
@@ -248,7 +237,6 @@ class Dataset:
 
 
 def read_info(folder: Path) -> DatasetInfo:
-    """The description of a finished dataset."""
     if not is_finished(folder):
         what = "is not finished: run its command again" if folder.is_dir() else "does not exist"
         raise UserError(f"the dataset {folder} {what}")
@@ -271,8 +259,7 @@ def _load(path: Path) -> Any:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # a damaged header makes numpy raise what it likes
-        reason = shown(" ".join(str(error).split()), quoted=False)
-        raise UserError(f"cannot read {path}: {reason}; prepare the dataset again") from error
+        raise UserError(f"cannot read {path}: {reason_of(error)}; prepare the dataset again") from error
 
 
 def _fit(arrays: tuple[Any, ...], num_sequences: int, seq_length: int) -> bool:

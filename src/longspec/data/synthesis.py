@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from longspec.data.options import MODES
+from longspec.data.options import MODES, SynthesisOptions
 from longspec.data.pack import Document, pack_whole
 from longspec.data.samples import AT_ONCE, Sample, Script
 from longspec.data.screen import Seen
@@ -32,11 +32,12 @@ from longspec.data.shards import (
     is_finished,
     read_info,
     shard_folder,
+    tokenizer_fingerprint,
     write_shard,
 )
 from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence
-from longspec.errors import UserError, check_same, shown
+from longspec.errors import UserError, check_same, reason_of
 from longspec.models.files import write_whole
 from longspec.records import as_record, parse_record, read_record
 
@@ -51,25 +52,6 @@ _FIRST_GUESS = 256
 _MARGIN = 1.02
 # Counts that are not of samples that were kept or dropped.
 _CUTS = ("loops cut", "questions cut", "tokens written", "tokens lost")
-
-
-@dataclass(frozen=True)
-class Output:
-    """Where samples go, and how many tokens are wanted."""
-
-    folder: Path
-    num_tokens: int
-    """Shards are made until the dataset has at least this many."""
-    shard_samples: int
-    seq_length: int
-    vocab_size: int
-    pad_id: int
-    tokenizer: str
-    source: str
-    """The name of the source; the mode is added to it."""
-    licence: str
-    settings: dict[str, Any]
-    """All that decides what is written; a folder is continued only with the same settings."""
 
 
 @dataclass
@@ -147,26 +129,7 @@ def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def make_dataset(
-    output: Output, script: Script, engine: Engine, on_tokens: OnTokens, seconds: float | None = None
-) -> SynthesisSummary:
-    """Make the missing shards, and finish the dataset. After `seconds`, no further shard is begun."""
-    folder, state, clock = output.folder, SynthesisState(), _TokenClock(on_tokens)
-    (folder / _PROGRESS).mkdir(parents=True, exist_ok=True)
-    write_whole(folder / _PROGRESS / "settings.json", json.dumps(output.settings, indent=1).encode())
-    _recall(folder, state)
-    while state.num_tokens < output.num_tokens:
-        if seconds is not None and state.num_shards and clock.seconds >= seconds:
-            break
-        _make_shard(output, state, script, engine, clock)
-    made_by = {"command": "data synthesize", "settings": output.settings, "counts": dict(state.counts)}
-    finish(folder, state.num_shards, output.vocab_size, output.tokenizer, made_by)
-    shutil.rmtree(folder / _PROGRESS)
-    return summary_of(folder, clock.written, clock.seconds)
-
-
 def summary_of(folder: Path, tokens_written: int = 0, seconds: float = 0.0) -> SynthesisSummary:
-    """The figures of a finished dataset."""
     info = read_info(folder)
     counts = dict(as_record(info.made_by, MadeBy, folder).counts)
     kept = counts.pop("kept", 0)
@@ -187,98 +150,137 @@ def summary_of(folder: Path, tokens_written: int = 0, seconds: float = 0.0) -> S
     )
 
 
-class _TokenClock:
-    """Counts the tokens that are sampled, and the time."""
+class DatasetMaker:
+    """Has the target write samples, shard by shard."""
 
-    def __init__(self, on_tokens: OnTokens) -> None:
+    def __init__(
+        self,
+        options: SynthesisOptions,
+        script: Script,
+        engine: Engine,
+        shard_samples: int,
+        licence: str,
+        settings: dict[str, Any],
+        on_tokens: OnTokens,
+    ) -> None:
+        """`settings` are all that decides what is written; a folder is continued only with the same."""
+        self._options, self._script, self._engine = options, script, engine
+        self._shard_samples, self._licence, self._settings = shard_samples, licence, settings
+        self._vocab_size = engine.models.target.config.vocab_size
         self._on_tokens, self._started = on_tokens, time.perf_counter()
-        self.written = 0
+        self._num_written = 0
+        self._state = SynthesisState()
+        self._remembered: list[NDArray[np.uint64]] = []
+        """Keys of the texts of this shard."""
 
     @property
-    def seconds(self) -> float:
+    def _seconds(self) -> float:
         return time.perf_counter() - self._started
 
-    def tick(self, sampled: int, total: int) -> None:
-        self.written += sampled
-        self._on_tokens(total, self.written / self.seconds)
+    def make(self) -> SynthesisSummary:
+        """Make the missing shards, and finish the dataset."""
+        folder, state, settings = self._options.output, self._state, self._settings
+        (folder / _PROGRESS).mkdir(parents=True, exist_ok=True)
+        write_whole(folder / _PROGRESS / "settings.json", json.dumps(settings, indent=1).encode())
+        _recall(folder, state)
+        limit = self._options.seconds
+        while state.num_tokens < self._options.tokens:
+            if limit is not None and state.num_shards and self._seconds >= limit:
+                break
+            self._make_shard()
+        made_by = {"command": "data synthesize", "settings": settings, "counts": dict(state.counts)}
+        tokenizer = tokenizer_fingerprint(self._script.tokenizer)
+        finish(folder, state.num_shards, self._vocab_size, tokenizer, made_by)
+        shutil.rmtree(folder / _PROGRESS)
+        return summary_of(folder, self._num_written, self._seconds)
+
+    def _make_shard(self) -> None:
+        """Write the next samples, drop bad ones, and save the rest."""
+        options, state = self._options, self._state
+        each = state.num_tokens / state.next_sample if state.num_tokens else _FIRST_GUESS
+        wanted = int(_MARGIN * (options.tokens - state.num_tokens) / each) + 1
+        number = min(max(wanted, _LEAST_SAMPLES), self._shard_samples)
+        samples = self._script.samples(state.next_sample, number)
+        self._remembered = []
+        self._engine.forget()
+        self._write(samples)
+        for sample in samples:
+            if sample.dropped is None and not all(map(self._is_new, sample.answers)):
+                sample.dropped = "near-duplicate"
+        kept = [sample for sample in samples if sample.dropped is None]
+        counts = _counts(samples, kept)
+        if not kept:
+            reasons = [f"{number} {why}" for why, number in counts.items() if number and why not in _CUTS]
+            raise UserError(
+                f"none of {len(samples)} samples could be kept ({', '.join(reasons)}); "
+                "give more prompts or documents, higher temperatures or another target"
+            )
+        state.next_sample += number
+        state.num_tokens += sum(len(sample.tokens) for sample in kept)
+        state.counts += counts
+        # The state is written before the shard, so that every shard has the state of the next one.
+        _note(options.output, state, self._remembered)
+        documents = [
+            Document(np.array(sample.tokens, np.uint32), np.array(sample.roles, np.uint8)) for sample in kept
+        ]
+        packed = pack_whole(documents, options.seq_length, self._script.tokenizer.pad_token_id or 0)
+        write_shard(options.output, state.num_shards, packed, self._vocab_size, self._sources(kept))
+        state.num_shards += 1
+
+    def _write(self, samples: list[Sample]) -> None:
+        """Let the target write the samples in waves: questions and first turns, then later turns."""
+        total = self._state.num_tokens
+
+        def take(sequences: list[Sequence]) -> None:
+            nonlocal total
+            written = [(asked[one], one.tokens, one.finish_reason == "eos") for one in sequences]
+            self._script.take(written)
+            total += sum(len(sample.tokens) for sample, _, _ in written if sample.finished)
+            self._num_written += sum(len(tokens) for _, tokens, _ in written)
+            self._on_tokens(total, self._num_written / self._seconds)
+
+        pending = [sample for sample in samples if sample.dropped is None]
+        while pending:
+            order = sorted(pending, key=lambda sample: (MODES.index(sample.mode), sample.index))
+            asked = {self._script.sequence(sample): sample for sample in order}
+            ahead, at_once = (_AHEAD, AT_ONCE) if self._engine.models.fused else (1, 1)
+            written = self._engine.run_each(asked, ahead)
+            # In a thread, so that template and tokenizer run while the engine continues.
+            with ThreadPoolExecutor(1) as taker:
+                taken = [taker.submit(take, few) for few in _in_lists(written, at_once)]
+            for one in taken:
+                one.result()
+            for sample in pending:
+                if sample.question is not None and not self._is_new(sample.question):
+                    sample.dropped = "near-duplicate"
+                sample.question = None
+            pending = [sample for sample in pending if sample.dropped is None and not sample.finished]
+
+    def _is_new(self, keys: NDArray[np.uint64]) -> bool:
+        """Whether a text is like none before; then it is remembered."""
+        if new := self._state.seen.add(keys):
+            self._remembered.append(keys)
+        return new
+
+    def _sources(self, kept: list[Sample]) -> list[Source]:
+        sizes: dict[str, list[int]] = {}
+        for sample in kept:
+            sizes.setdefault(sample.mode, []).append(len(sample.tokens))
+        name = f"written by {self._options.target}"
+        return [
+            Source(f"{name} ({mode})", self._licence, len(sizes[mode]), sum(sizes[mode]))
+            for mode in sorted(sizes)
+        ]
 
 
-def _make_shard(
-    output: Output, state: SynthesisState, script: Script, engine: Engine, clock: _TokenClock
-) -> None:
-    """Write the next samples, drop bad ones, and save the rest."""
-    each = state.num_tokens / state.next_sample if state.num_tokens else _FIRST_GUESS
-    wanted = int(_MARGIN * (output.num_tokens - state.num_tokens) / each) + 1
-    number = min(max(wanted, _LEAST_SAMPLES), output.shard_samples)
-    samples = script.samples(state.next_sample, number)
-    remembered: list[NDArray[np.uint64]] = []
-    engine.forget()
-    _write(samples, script, engine, state, remembered, clock)
-    for sample in samples:
-        if sample.dropped is None and not all(_keep(state.seen, remembered, keys) for keys in sample.answers):
-            sample.dropped = "near-duplicate"
+def _counts(samples: list[Sample], kept: list[Sample]) -> Counter[str]:
     counts = Counter("kept" if sample.dropped is None else sample.dropped for sample in samples)
-    kept = [sample for sample in samples if sample.dropped is None]
     counts["loops cut"] = sum(sample.was_cut for sample in kept)
     counts["questions cut"] = sum(sample.question_was_cut for sample in kept)
     counts["tokens written"] = sum(sample.num_written for sample in samples)
     counts["tokens lost"] = sum(sample.num_lost for sample in kept)
     counts["tokens lost"] += sum(sample.num_written for sample in samples if sample.dropped is not None)
-    if not kept:
-        reasons = ", ".join(
-            f"{number} {why}" for why, number in counts.items() if number and why not in _CUTS
-        )
-        raise UserError(
-            f"none of {len(samples)} samples could be kept ({reasons}); "
-            "give more prompts or documents, higher temperatures or another target"
-        )
-    state.next_sample += number
-    state.num_tokens += sum(len(sample.tokens) for sample in kept)
-    state.counts += counts
-    # The state is written before the shard, so that every shard has the state of the next one.
-    _note(output.folder, state, remembered)
-    documents = [
-        Document(np.array(sample.tokens, np.uint32), np.array(sample.roles, np.uint8)) for sample in kept
-    ]
-    packed = pack_whole(documents, output.seq_length, output.pad_id)
-    write_shard(output.folder, state.num_shards, packed, output.vocab_size, _sources(kept, output))
-    state.num_shards += 1
-
-
-def _write(
-    samples: list[Sample],
-    script: Script,
-    engine: Engine,
-    state: SynthesisState,
-    remembered: list[NDArray[np.uint64]],
-    clock: _TokenClock,
-) -> None:
-    """Let the target write the samples in waves: questions and first turns, then later turns."""
-    total = state.num_tokens
-
-    def take(sequences: list[Sequence]) -> None:
-        nonlocal total
-        written = [(asked[one], one.tokens, one.finish_reason == "eos") for one in sequences]
-        script.take(written)
-        total += sum(len(sample.tokens) for sample, _, _ in written if sample.finished)
-        clock.tick(sum(len(tokens) for _, tokens, _ in written), total)
-
-    pending = [sample for sample in samples if sample.dropped is None]
-    while pending:
-        order = sorted(pending, key=lambda sample: (MODES.index(sample.mode), sample.index))
-        asked = {script.sequence(sample): sample for sample in order}
-        ahead, at_once = (_AHEAD, AT_ONCE) if engine.models.fused else (1, 1)
-        written = engine.run_each(asked, ahead)
-        # In a thread, so that template and tokenizer run while the engine continues.
-        with ThreadPoolExecutor(1) as taker:
-            taken = [taker.submit(take, few) for few in _in_lists(written, at_once)]
-        for one in taken:
-            one.result()
-        for sample in pending:
-            if sample.question is not None and not _keep(state.seen, remembered, sample.question):
-                sample.dropped = "near-duplicate"
-            sample.question = None
-        pending = [sample for sample in pending if sample.dropped is None and not sample.finished]
+    return counts
 
 
 def _in_lists(values: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -286,12 +288,6 @@ def _in_lists(values: Iterable[T], size: int) -> Iterator[list[T]]:
     left = iter(values)
     while few := list(islice(left, size)):
         yield few
-
-
-def _keep(seen: Seen, remembered: list[NDArray[np.uint64]], keys: NDArray[np.uint64]) -> bool:
-    if new := seen.add(keys):
-        remembered.append(keys)
-    return new
 
 
 def _note(folder: Path, state: SynthesisState, remembered: list[NDArray[np.uint64]]) -> None:
@@ -304,7 +300,6 @@ def _note(folder: Path, state: SynthesisState, remembered: list[NDArray[np.uint6
 
 
 def _recall(folder: Path, state: SynthesisState) -> None:
-    """Read the state after the last shard that exists."""
     for index in count():
         if not shard_folder(folder, index).exists():
             return
@@ -314,8 +309,9 @@ def _recall(folder: Path, state: SynthesisState) -> None:
                 facts = parse_record(note["facts"].tobytes(), ShardNote, path)
                 state.seen.remember(note["keys"].astype(np.uint64, casting="safe").ravel().tolist())
         except Exception as error:  # a damaged archive makes numpy raise what it likes
-            reason = shown(" ".join(str(error).split()), quoted=False)
-            raise UserError(f"cannot read {path}: {reason}; remove {folder} and begin again") from error
+            raise UserError(
+                f"cannot read {path}: {reason_of(error)}; remove {folder} and begin again"
+            ) from error
         state.num_shards = index + 1
         state.next_sample, state.num_tokens = facts.next_sample, facts.num_tokens
         state.counts = Counter(facts.counts)
@@ -323,13 +319,3 @@ def _recall(folder: Path, state: SynthesisState) -> None:
 
 def _note_path(folder: Path, index: int) -> Path:
     return folder / _PROGRESS / f"{shard_folder(folder, index).name}.npz"
-
-
-def _sources(kept: Iterable[Sample], output: Output) -> list[Source]:
-    sizes: dict[str, list[int]] = {}
-    for sample in kept:
-        sizes.setdefault(sample.mode, []).append(len(sample.tokens))
-    return [
-        Source(f"{output.source} ({mode})", output.licence, len(sizes[mode]), sum(sizes[mode]))
-        for mode in sorted(sizes)
-    ]

@@ -15,17 +15,16 @@ from longspec.config import ModelConfig
 from longspec.data.options import SynthesisOptions
 from longspec.data.records import JsonLines
 from longspec.data.samples import FILES, Script
-from longspec.data.shards import is_finished, tokenizer_fingerprint
-from longspec.data.synthesis import Output, SynthesisSummary, begin, make_dataset, summary_of
+from longspec.data.shards import is_finished
+from longspec.data.synthesis import DatasetMaker, SynthesisSummary, begin, summary_of
+from longspec.engine.load import LoadPlan, load_models
 from longspec.engine.make import make_engine
 from longspec.engine.memory import kv_bytes
 from longspec.errors import UserError
-from longspec.models.checkpoint import WeightFiles
 from longspec.models.files import eos_ids, read_config
-from longspec.models.load import load_target
 from longspec.models.placement import check_fits, free_memory, pick_device, pick_dtype
 from longspec.models.weights import Precision
-from longspec.progress import byte_bar, token_bar
+from longspec.progress import token_bar
 from longspec.prompts import PromptEncoder
 from longspec.records import MOST_BYTES, read_bytes, read_record
 
@@ -48,32 +47,20 @@ def synthesize(options: SynthesisOptions, progress: bool = False) -> SynthesisSu
     if is_finished(options.output):
         return summary_of(options.output)
     found, config = _find(options, device, dtype, progress)
-    encoder = PromptEncoder(found.folder, found.entry.chat_template if found.entry else None)
-    known = None if found.entry is None else found.entry.eos_id
-    eos = eos_ids(found.folder) | (set() if known is None else {known})
+    encoder = PromptEncoder(found.folder, found.chat_template)
+    eos = eos_ids(found.folder, found.eos_id)
     script = Script(options, encoder, files.get("prompts"), files.get("documents"), topics, eos)
-    num_bytes = config.num_parameters * dtype.itemsize
-    label = f"Loading {options.target}"
-    with WeightFiles(found.folder) as weights, byte_bar(label, num_bytes, progress) as advance:
-        target = load_target(config, weights.tensor, device, dtype, advance)
+    plan = LoadPlan(options.target, found.folder, config, Precision(dtype))
+    target = load_models(plan, device, progress=progress).target
     batch = settings["batch"] or _pick_batch(config, options.seq_length, device, dtype)
-    output = Output(
-        folder=options.output,
-        num_tokens=options.tokens,
-        shard_samples=options.shard_samples or _SAMPLES_PER_ROW * batch,
-        seq_length=options.seq_length,
-        vocab_size=config.vocab_size,
-        pad_id=encoder.tokenizer.pad_token_id or 0,
-        tokenizer=tokenizer_fingerprint(encoder.tokenizer),
-        source=f"written by {options.target}",
-        licence=options.licence or _licence(found.folder),
-        settings=settings | {"batch": batch},
-    )
+    shard_samples = options.shard_samples or _SAMPLES_PER_ROW * batch
+    licence = options.licence or _licence(found.folder)
     # Pages for all rows, because the free memory of the moment must not decide what is written.
     pages = kv_bytes(config, dtype, batch, options.seq_length)
     engine = make_engine(target, max_length=options.seq_length, max_rows=batch, kv_memory=pages)
+    settings |= {"batch": batch}
     with token_bar("Writing", options.tokens, progress) as update:
-        return make_dataset(output, script, engine, update, options.seconds)
+        return DatasetMaker(options, script, engine, shard_samples, licence, settings, update).make()
 
 
 def _find(
@@ -137,7 +124,6 @@ def _pick_batch(config: ModelConfig, seq_length: int, device: torch.device, dtyp
 
 
 def _licence(folder: Path) -> str:
-    """The licence in the model's files."""
     if (folder / "longspec.json").is_file():
         licence = read_record(folder / "longspec.json", dict[str, Any]).get("license")
         if licence:

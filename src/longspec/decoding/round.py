@@ -98,12 +98,7 @@ def _finish_fused(models: Models, rows: Slots, method: Method, tree: TokenTree, 
 
 
 def forward_chain_or_tree(
-    models: Models,
-    rows: Slots,
-    tree: TokenTree,
-    behind: int = 0,
-    sinks: int = 0,
-    window: int | None = None,
+    models: Models, rows: Slots, tree: TokenTree, behind: int = 0, sinks: int = 0, window: int | None = None
 ) -> Tensor:
     """The target's hidden states [B, N, E] at the nodes of a tree that stands `behind` so many further
     tokens past each row's prefix. With a window, of what comes before only the first `sinks` entries and the

@@ -101,14 +101,6 @@ class Slots:
     def seen(self) -> Tensor:
         return self.sampling.seen
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory that the rows take."""
-        parts = [getattr(self, field.name) for field in fields(self)]
-        flat = [part for part in parts if isinstance(part, Tensor)] + self.sampling.tensors()
-        ring = 0 if self.ring is None else self.ring.num_bytes
-        return ring + sum(part.numel() * part.element_size() for part in flat)
-
     def first(self, num_rows: int) -> Slots:
         """The first rows, sharing the memory."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -117,7 +109,6 @@ class Slots:
         return replace(self, **cut, sampling=self.sampling.first(num_rows), ring=ring)
 
     def move(self, source: int, goal: int) -> None:
-        """Copy a row over another one."""
         parts = [getattr(self, field.name) for field in fields(self)]
         for part in [part for part in parts if isinstance(part, Tensor)] + self.sampling.tensors():
             part[goal].copy_(part[source])

@@ -38,7 +38,6 @@ class TokenTree:
 
     @property
     def num_nodes(self) -> int:
-        """N, the root included."""
         return self.tokens.shape[1]
 
     @property

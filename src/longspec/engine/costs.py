@@ -19,8 +19,10 @@ import torch
 
 from longspec import __version__
 from longspec.decoding.methods import VANILLA, Method
-from longspec.engine.device import Device, Report
+from longspec.decoding.round import Models
+from longspec.engine.device import Device
 from longspec.engine.interrupts import undisturbed
+from longspec.engine.transfer import Report
 from longspec.errors import UserError
 from longspec.hub import cache_dir
 from longspec.models.files import write_whole
@@ -28,8 +30,8 @@ from longspec.models.placement import device_name
 from longspec.progress import count_bar
 from longspec.records import read_record
 
-Times = dict[str, dict[int, list[tuple[int, float]]]]
-"""By a method's label and the number of rows: (context, seconds of a round)."""
+Timed = tuple[str, int, int, float]
+"""A method's label, the number of rows, the context, and the seconds of a round."""
 # Contexts at which rounds are timed.
 PLAIN_CONTEXTS, CAPTURED_CONTEXTS = (256, 2048), (512, 8192, 65536)
 # Rounds that are timed after a warm-up; of plain rounds the least and the most.
@@ -44,9 +46,17 @@ UNMEASURED = 1.3
 class Costs:
     """Seconds of a round by method, rows and context."""
 
-    times: Times
+    times: Mapping[str, Mapping[int, Sequence[tuple[int, float]]]]
+    """By a method's label and the number of rows: (context, seconds)."""
     methods: tuple[Method, ...]
     """Those that were measured beside vanilla."""
+
+    @classmethod
+    def of(cls, timed: Iterable[Timed], methods: tuple[Method, ...]) -> Costs:
+        times: dict[str, dict[int, list[tuple[int, float]]]] = {}
+        for label, num_rows, context, seconds in sorted(timed):
+            times.setdefault(label, {}).setdefault(num_rows, []).append((context, seconds))
+        return cls(times, methods)
 
     def seconds(self, method: Method, num_rows: int, context: int) -> float:
         """Of a round over so many rows of about this length each."""
@@ -86,24 +96,27 @@ def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
 
 
 def measure(
-    device: Device,
-    methods: tuple[Method, ...],
-    width: int,
-    on_measured: Callable[[int], None] = lambda number: None,
-) -> Times:
+    device: Device, methods: tuple[Method, ...], on_measured: Callable[[int], None] = lambda number: None
+) -> list[Timed]:
     """Time a round of every method and of vanilla, while no sequence runs."""
     on_gpu = device.models.target.device.type == "cuda"
+    width = draft_width(methods, device.models)
     timed = {one.label: one.in_full().fit(device.models, width=width) for one in (VANILLA, *methods)}
-    found: Times = {label: {} for label in timed}
+    found: list[Timed] = []
     with torch.inference_mode():
         try:
             for num_rows, contexts in timed_sizes(device).items():
                 for name, context, seconds in _time(device, timed, num_rows, contexts, on_gpu):
-                    found[name].setdefault(num_rows, []).append((context, seconds))
+                    found.append((name, num_rows, context, seconds))
                     on_measured(1)
         finally:  # Ctrl-C may have stopped it between two rounds
             device.rest()
-    return {name: {rows: sorted(points) for rows, points in by.items()} for name, by in found.items()}
+    return found
+
+
+def draft_width(methods: Iterable[Method], models: Models) -> int:
+    """The most tokens that the draft may have to read at a time, whichever of these ran before."""
+    return max((one.fit(models).depth for one in methods), default=0) + 1
 
 
 def timed_sizes(device: Device) -> dict[int, tuple[int, ...]]:
@@ -169,7 +182,7 @@ def _agree(seconds: list[float]) -> bool:
 class Calibration:
     """The times of one model on one machine, as they are kept on disk."""
 
-    times: Times
+    times: list[Timed]
     tries: int
     is_quiet: bool
     """Whether no other program used the processors meanwhile."""
@@ -184,27 +197,16 @@ class Calibration:
 
     def covers(self, methods: Iterable[Method], sizes: Mapping[int, Sequence[int]]) -> bool:
         """Whether it has exactly these methods, numbers of rows and contexts."""
-        wanted = {rows: list(contexts) for rows, contexts in sizes.items()}
-        found = {
-            name: {rows: [context for context, _ in lines] for rows, lines in by.items()}
-            for name, by in self.times.items()
-        }
-        return found == {method.label: wanted for method in methods}
+        places = [(rows, context) for rows, contexts in sizes.items() for context in contexts]
+        wanted = [(method.label, *place) for method in methods for place in places]
+        return sorted(one[:3] for one in self.times) == sorted(wanted)
 
-    def after(self, times: Times, is_quiet: bool) -> Calibration:
+    def after(self, times: list[Timed], is_quiet: bool) -> Calibration:
         """With new times: of two tries that were both disturbed, the shorter times."""
         if is_quiet:
             return Calibration(times, 1, is_quiet)
-        least = {
-            name: {
-                rows: [
-                    (context, min(seconds, old))
-                    for (context, seconds), (_, old) in zip(lines, self.times[name][rows], strict=True)
-                ]
-                for rows, lines in by.items()
-            }
-            for name, by in times.items()
-        }
+        known = {one[:3]: one[3] for one in self.times}
+        least = [(*one[:3], min(one[3], known[one[:3]])) for one in times]
         return Calibration(least, self.tries + 1, is_quiet)
 
 
@@ -238,21 +240,10 @@ def read_calibration(path: Path) -> Calibration | None:
         found = read_record(path, Calibration)
     except UserError:
         return None
-    sensible = (seconds > 0 for by in found.times.values() for lines in by.values() for _, seconds in lines)
-    return found if all(sensible) and found.tries >= 1 else None
+    return found if found.tries >= 1 and all(seconds > 0 for *_, seconds in found.times) else None
 
 
-def write_calibration(path: Path, calibration: Calibration) -> OSError | None:
-    """Keep it for the next load. A disk that refuses is no reason to stop: it is returned."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(asdict(calibration), indent=1).encode())
-    except OSError as error:
-        return error
-    return None
-
-
-def known_costs(device: Device, methods: tuple[Method, ...], width: int, progress: bool = False) -> Costs:
+def known_costs(device: Device, methods: tuple[Method, ...], progress: bool = False) -> Costs:
     """What these methods cost on this machine: read from disk, or measured now and kept."""
     path = calibration_path(device, methods)
     known, sizes = read_calibration(path), timed_sizes(device)
@@ -263,7 +254,7 @@ def known_costs(device: Device, methods: tuple[Method, ...], width: int, progres
             print("longspec: measuring this machine (once)", file=sys.stderr)
         load = ProcessorLoad()
         with count_bar("measuring", (len(methods) + 1) * sum(map(len, sizes.values())), progress) as advance:
-            times = measure(device, methods, width, advance)
+            times = measure(device, methods, advance)
         is_quiet = device.models.target.device.type != "cpu" or load.is_quiet()
         known = Calibration(times, 1, is_quiet) if known is None else known.after(times, is_quiet)
         if progress and not known.is_settled:
@@ -271,10 +262,12 @@ def known_costs(device: Device, methods: tuple[Method, ...], width: int, progres
                 "longspec: other programs are using the processors, so the next load measures again",
                 file=sys.stderr,
             )
-        error = write_calibration(path, known)
-        if error is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(asdict(known), indent=1).encode())
+        except OSError as error:  # no reason to stop
             print(f"longspec: cannot keep the measurements: {error}", file=sys.stderr)
-    return Costs(known.times, methods)
+    return Costs.of(known.times, methods)
 
 
 class ProcessorLoad:

@@ -6,11 +6,9 @@ from then on. Everything is launched on one stream, in order: what is launched l
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,10 +21,11 @@ from longspec.decoding.methods import MOST_NODES, Method, MethodChoice
 from longspec.decoding.round import Models, run_round
 from longspec.decoding.sampling import Sampling
 from longspec.decoding.slots import MOST_EOS, Slots
-from longspec.engine.fill import SEGMENT, Segments, read_into_rings, take_chunk, take_segments
+from longspec.engine.fill import MOST_SEGMENTS, SEGMENT, Segments, read_into_rings, take_chunk, take_segments
 from longspec.engine.graph import capture
 from longspec.engine.memory import EngineSize
 from longspec.engine.orders import on_every_rank
+from longspec.engine.transfer import Report, put_rows, send
 from longspec.models.draft import ContextHead, DraftHead, GlideDraft
 from longspec.models.target import Transformer
 
@@ -50,26 +49,6 @@ class PromptPart:
     pages: list[int]
 
 
-class Report:
-    """What rows have said, on its way to the host."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if values.is_cuda:
-            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._values = values.clone()
-
-    def read(self) -> Any:
-        """The values as lists; waits for them."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._values.tolist()
-
-
 def row_buckets(max_rows: int) -> tuple[int, ...]:
     """The numbers of rows that rounds are captured for."""
     return (*(2**power for power in range(max_rows.bit_length()) if 2**power < max_rows), max_rows)
@@ -77,9 +56,6 @@ def row_buckets(max_rows: int) -> tuple[int, ...]:
 
 class Device:
     """The slots of an engine and what is done with them."""
-
-    # Segments of prompts that one pass takes.
-    MOST_SEGMENTS = 32
 
     def __init__(self, models: Models, max_rows: int, max_length: int, num_nodes: int) -> None:
         target, page = models.target, models.pages.size
@@ -157,37 +133,17 @@ class Device:
             part.index_fill_(0, rows, 0)
         if ours.ring is not None:
             ours.ring.positions.index_fill_(0, rows, -1)
-        tokens = self._put_rows(ours.text, slots, texts)
-        self._put_rows(self._fill_tables, slots, pages)
+        tokens = put_rows(ours.text, slots, texts)
+        put_rows(self._fill_tables, slots, pages)
         ends = np.cumsum([len(text) for text in texts]).tolist()
         for slot, text, end, sampling in zip(slots, texts, ends, settings, strict=True):
             if sampling.repetition_penalty != 1:
                 ours.seen[slot].index_fill_(0, tokens[end - len(text) : end], True)
 
-    def _put_rows(
-        self,
-        whole: Tensor,
-        slots: Sequence[int],
-        rows: Sequence[list[int]],
-        starts: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Put numbers into rows of `whole` [B, S], from their `starts` or their beginning on, by one copy;
-        returns them end to end."""
-        # By way of an array: torch.tensor takes several times as long for a list.
-        flat = array("q", chain.from_iterable(rows))
-        width, starts = whole.shape[1], starts or [0] * len(rows)
-        places = [
-            slot * width + np.arange(start, start + len(row))
-            for slot, start, row in zip(slots, starts, rows, strict=True)
-        ]
-        both = self._send(torch.from_numpy(np.stack((np.frombuffer(flat, np.int64), np.concatenate(places)))))
-        whole.view(-1)[both[1]] = both[0].to(whole.dtype)
-        return both[0]
-
     @on_every_rank
     def extend(self, slots: Sequence[int], starts: Sequence[int], pages: Sequence[list[int]]) -> None:
         """Give rows more pages, each from its start in the table on."""
-        self._put_rows(self.slots.tables, slots, pages, starts)
+        put_rows(self.slots.tables, slots, pages, starts)
 
     @on_every_rank
     def release(self, slots: Sequence[int]) -> None:
@@ -223,7 +179,7 @@ class Device:
             work, piece = self._describe(pieces, 1), pieces[0]
             take_chunk(self.models, self.slots, work, piece.pages, piece.start, piece.count, sampled)
             return Report(work.report)
-        size = next(size for size in row_buckets(self.MOST_SEGMENTS) if size >= len(pieces))
+        size = next(size for size in row_buckets(MOST_SEGMENTS) if size >= len(pieces))
         work = self._describe(pieces, size)
         self._run(self.segments_work(size, sampled))
         return Report(work.report)
@@ -304,7 +260,6 @@ class Device:
             self.ranks.check()
 
     def _activate(self, wanted: list[bool]) -> None:
-        """Say which of the first rows the next round is for."""
         size = len(wanted)
         if self._active[:size] != wanted:
             self.slots.active[:size] = self._send(wanted)
@@ -316,7 +271,6 @@ class Device:
         return self._segments[size]
 
     def segments_work(self, size: int, sampled: bool) -> Work:
-        """What takes in so many segments of prompts."""
         work = self._segments_of(size)
         return ("segments", size, sampled), partial(take_segments, self.models, self.slots, work, sampled)
 
@@ -327,8 +281,6 @@ class Device:
         return ("ring", size), partial(read_into_rings, self.models, self.slots, self._rings[size])
 
     def round_work(self, method: Method, size: int, sampled: bool) -> Work:
-        """A round over the first rows."""
-
         def launch() -> None:
             # The views of the first rows are made here, because a replay does not need them.
             run_round(self.models, self.slots.first(size), method, sampled)
@@ -377,12 +329,8 @@ class Device:
         for part, values in zip(parts, kept, strict=True):
             part.copy_(values)
 
-    def _send(self, values: list[Any] | Tensor) -> Tensor:
-        """Numbers on the device; from pinned memory, because other copies wait for all that is queued."""
-        made = values if isinstance(values, Tensor) else torch.tensor(values)
-        if self.models.target.device.type != "cuda":
-            return made
-        return made.pin_memory().to(self.models.target.device, non_blocking=True)
+    def _send(self, values: list[Any]) -> Tensor:
+        return send(values, self.models.target.device)
 
 
 def make_device(

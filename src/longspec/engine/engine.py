@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -24,6 +25,7 @@ from longspec.decoding.methods import VANILLA, Method, MethodChoice, Tree
 from longspec.engine.auto import Outlook, Policy, candidates, unmeasured
 from longspec.engine.costs import Costs
 from longspec.engine.device import Device, make_device, row_buckets
+from longspec.engine.fill import MOST_SEGMENTS
 from longspec.engine.interrupts import undisturbed
 from longspec.engine.loop import Loop
 from longspec.engine.memory import EngineSize
@@ -66,55 +68,42 @@ class Engine:
         target: Transformer,
         draft: GlideDraft | None = None,
         head: DraftHead | None = None,
-        *,
-        max_length: int,
-        max_rows: int,
-        num_pages: int,
-        page_size: int,
         acceptance: Mapping[str, Any] | None = None,
+        *,
+        size: EngineSize,
         exact: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        self.max_length = max_length
+        self.max_length = size.max_length
         self._end: Callable[[], object] = lambda: None
-        size = EngineSize(max_rows, max_length, page_size, num_pages)
         with torch.inference_mode(), on_device(target.device):
-            self._candidates = candidates(draft, acceptance or {}, target.can_fuse)
+            self.candidates = candidates(draft, acceptance or {}, target.can_fuse)
+            """What is worth measuring for `auto`."""
             # Room for the trees of `auto` and of the default.
-            num_nodes = max(one.num_drafted for one in (Tree(), *self._candidates))
+            num_nodes = max(one.num_drafted for one in (Tree(), *self.candidates))
             if ranks is not None:
                 ranks.tell(Open(size, num_nodes, exact))
                 self._end = weakref.finalize(self, ranks.close)
             self.device = make_device(target, draft, head, size, num_nodes, exact)
         self.device.ranks = ranks
         self.models = self.device.models
-        self.scheduler = Scheduler(PagePool(num_pages, page_size), max_rows)
+        self.scheduler = Scheduler(PagePool(size.num_pages, size.page_size), size.max_rows)
         policy = Policy(unmeasured(draft), acceptance or {}, Costs({}, ()))
-        self.loop = Loop(self.device, self.scheduler, policy, self._candidates)
+        self.loop = Loop(self.device, self.scheduler, policy, self.candidates)
         self._known_choices: dict[MethodChoice, MethodChoice] = {}
-        self._orders: SimpleQueue[tuple[str, Sequence | None]] = SimpleQueue()
+        self._orders: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        """What other threads ask of the one that leads."""
         self._leads = threading.Lock()
         self._leader: int | None = None
         self._news = threading.Condition()
 
     @property
-    def candidates(self) -> tuple[Method, ...]:
-        """What is worth measuring for `auto`."""
-        return self._candidates
-
-    @property
-    def width(self) -> int:
-        """The most tokens that the draft may have to read at a time, whatever `auto` ran before."""
-        return self.loop.width
-
-    @property
     def policy(self) -> Policy:
-        """How `auto` decides."""
         return self.loop.policy
 
     def adopt(self, costs: Costs) -> None:
         """Decide by these from now on."""
-        self.loop.policy = Policy(self._candidates, self.policy.acceptance, costs)
+        self.loop.policy = Policy(self.candidates, self.policy.acceptance, costs)
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Put sequences into the line; they are answered while anyone leads (`run`, `lead`, `serving`)."""
@@ -125,7 +114,7 @@ class Engine:
             # One object for equal methods, so that rounds are grouped without comparing them.
             sequence.method = self._known_choices.setdefault(sequence.method, sequence.method)
             sequence.submitted_at = time.perf_counter()
-            self._orders.put(("add", sequence))
+            self._orders.put(partial(self.scheduler.waiting.append, sequence))
 
     def _check(self, sequence: Sequence) -> None:
         """Refuse what can never be answered."""
@@ -218,7 +207,7 @@ class Engine:
             yield
         finally:
             over.set()
-            self._orders.put(("wake", None))
+            self._orders.put(lambda: None)  # so that it looks
             thread.join()
 
     def _work(self) -> None:
@@ -243,7 +232,7 @@ class Engine:
         """
         if not sequence.submitted_at or sequence.finished:
             return
-        self._orders.put(("cancel", sequence))
+        self._orders.put(partial(self.loop.cancel, sequence))
         if waits and self._leader != threading.get_ident():
             self.lead(lambda: sequence.finished)
 
@@ -266,11 +255,10 @@ class Engine:
 
     def forget(self) -> None:
         """Let go of all texts that no sequence holds."""
-        self._orders.put(("forget", None))
+        self._orders.put(self.scheduler.pool.forget_all)
 
     @property
     def statistics(self) -> Statistics:
-        """What was done so far."""
         pool = self.scheduler.pool
         return Statistics(
             self.device.num_captures,
@@ -300,14 +288,14 @@ class Engine:
         if not self.device.captures:
             return
         with self.paused() as device:
-            if self.loop.is_large:
+            if self.loop.chunks.is_large:
                 target, config = self.models.target, self.models.target.config
                 like = target.norm.weight.new_zeros(1, config.num_heads, config.head_dim)
                 target.attention.warm_up(like, config.num_kv_heads, self.max_length)
-            most = 1 if max_rows == 1 else device.MOST_SEGMENTS
+            most = 1 if max_rows == 1 else MOST_SEGMENTS
             works: list[tuple[Any, ...]] = [
                 ("segments", size, sampled)
-                for size in row_buckets(device.MOST_SEGMENTS)
+                for size in row_buckets(MOST_SEGMENTS)
                 if size <= most
                 for sampled in (False, True)
             ]
@@ -326,12 +314,6 @@ class Engine:
         with contextlib.suppress(Empty):
             order = self._orders.get(block=not self.loop.is_busy, timeout=_LONGEST_WAIT)
             while True:
-                what, sequence = order
-                if what == "forget":
-                    self.scheduler.pool.forget_all()
-                elif sequence is not None and what == "add":
-                    self.scheduler.waiting.append(sequence)
-                elif sequence is not None:
-                    self.loop.cancel(sequence)
+                order()
                 order = self._orders.get_nowait()
         return self.loop.is_busy

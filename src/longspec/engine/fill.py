@@ -15,6 +15,8 @@ from longspec.models.passes import paged_pass
 
 # Tokens of a segment: as many as our own products are for, so that one segment costs hardly more than a step.
 SEGMENT = 64
+# Segments that one pass takes.
+MOST_SEGMENTS = 32
 
 
 @dataclass(frozen=True)

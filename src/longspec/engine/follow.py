@@ -21,7 +21,7 @@ from longspec.engine.device import Device, make_device
 from longspec.engine.load import Loaded, load_models
 from longspec.engine.orders import Call, Failed, Load, Open, Order, Ping, Ready, receive, send
 from longspec.engine.ranks import connect, find_store, join_group, torchrun_rank
-from longspec.errors import UserError
+from longspec.errors import UserError, reason_of
 from longspec.models.placement import on_device, out_of_memory, room_on
 from longspec.models.sharding import Shard
 
@@ -49,12 +49,11 @@ class Follower:
             raise
 
     def _report(self, error: Exception) -> None:
-        """Tell rank 0 why this rank ends."""
         reason = str(error)
         if out_of_memory(error):
             reason = "there is not enough memory"
         elif not isinstance(error, UserError):
-            reason = f"{type(error).__name__}: {(reason.splitlines() or [''])[0]}"
+            reason = f"{type(error).__name__}: {reason_of(error)}"
             # A collective fails because another rank has ended. Let that one be found first.
             time.sleep(2)
         with self._sends:
@@ -65,11 +64,9 @@ class Follower:
             self._load(order)
         elif isinstance(order, Open):
             assert self._models is not None
-            models = self._models
-            with on_device(models.target.device):
-                self._device = make_device(
-                    models.target, models.draft, models.head, order.size, order.num_nodes, order.exact
-                )
+            target, draft, head, _ = self._models
+            with on_device(target.device):
+                self._device = make_device(target, draft, head, order.size, order.num_nodes, order.exact)
         elif isinstance(order, Call):
             assert self._device is not None
             with on_device(self._device.models.target.device):

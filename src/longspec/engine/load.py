@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ from longspec.models.placement import gigabytes, memory_explained
 from longspec.models.sharding import Shard
 from longspec.models.target import Transformer
 from longspec.models.weights import Precision
-from longspec.progress import byte_bar
+from longspec.progress import count_bar
 
 # A CPU uses only this many of a draft's tokens, the most frequent ones; the context's own tokens are added.
 _CPU_VOCAB = 8192
@@ -40,21 +40,19 @@ class LoadPlan:
     draft_dtype: str = "auto"
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """What an engine computes with."""
 
     target: Transformer
     draft: GlideDraft | None = None
     head: DraftHead | None = None
-    acceptance: dict[str, Any] = field(default_factory=dict)
+    acceptance: dict[str, Any] | None = None
     """The draft's, measured."""
 
 
 def load_models(
     plan: LoadPlan, device: torch.device, shard: Shard | None = None, progress: bool = False
 ) -> Loaded:
-    """Load the target and, if there is one, the draft."""
     target = _load_target(plan, device, shard, progress)
     target.attention = choose_backend(plan.attention)
     if plan.draft is None:
@@ -73,7 +71,7 @@ def _load_target(plan: LoadPlan, device: torch.device, shard: Shard | None, prog
     with (
         memory_explained(what, _SMALLER),
         WeightFiles(plan.folder) as weights,
-        byte_bar(f"Loading {plan.name}", num_bytes, progress) as advance,
+        count_bar(f"Loading {plan.name}", num_bytes, progress, in_bytes=True) as advance,
     ):
         return load_target(config, weights.tensor, device, precision, advance, shard=shard)
 

@@ -11,19 +11,16 @@ import torch
 
 from longspec.decoding.methods import MOST_NODES, VANILLA, Auto, Lookup, Method
 from longspec.engine.auto import Policy
-from longspec.engine.device import Device, Group, PromptPart, Report
-from longspec.engine.fill import SEGMENT
-from longspec.engine.memory import longest_chunk
+from longspec.engine.chunks import Chunks
+from longspec.engine.costs import draft_width
+from longspec.engine.device import Device, Group
 from longspec.engine.scheduler import Scheduler, Seat
 from longspec.engine.sequence import Sequence
+from longspec.engine.transfer import Report
 from longspec.errors import UserError
 
 # Launches that may be on their way before the host has read the first of them.
 IN_FLIGHT = 2
-# Tokens of a prompt that are computed at a time: alone, if there is memory for it, and while others wait for
-# their next round.
-ALONE, BESIDE = 32768, 2048
-PLAIN_ALONE, PLAIN_BESIDE = 2048, 256
 
 
 @dataclass
@@ -50,31 +47,22 @@ class Loop:
         self, device: Device, scheduler: Scheduler, policy: Policy, candidates: tuple[Method, ...]
     ) -> None:
         self.device, self.models, self.scheduler = device, device.models, scheduler
-        self.policy = policy
+        self.policy, self.chunks = policy, Chunks(device.models)
         self.ahead = 1
         """Vanilla rounds that are launched before the host looks at the first of them."""
         self.num_prompt_tokens, self.num_shared_tokens = 0, 0
         self.num_rounds: Counter[str] = Counter()
         self._candidates = candidates
-        target = self.models.target
-        self._longest_chunk = longest_chunk(target.config, target.dtype, target.device, BESIDE, ALONE)
         self._fitted: dict[tuple[Method, bool], Method] = {}
         self._flight: deque[_Launch] = deque()
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to do."""
         return bool(self.scheduler.seats or self.scheduler.waiting or self._flight)
 
-    @property
-    def width(self) -> int:
-        """The most tokens that the draft may have to read at a time, whatever `auto` ran before."""
-        return max((one.fit(self.models).depth for one in self._candidates), default=0) + 1
-
     def fit(self, method: Method, draws: bool = False) -> Method:
-        """The method as it runs here."""
         if (method, draws) not in self._fitted:
-            width = self.width if method in self._candidates else 0
+            width = draft_width(self._candidates, self.models) if method in self._candidates else 0
             fitted = method.fit(self.models, draws, width)
             if self.models.exact:
                 _check_exact(fitted)
@@ -82,7 +70,6 @@ class Loop:
         return self._fitted[method, draws]
 
     def drain(self) -> None:
-        """Read all that is on its way."""
         while self._flight:
             self._read()
 
@@ -160,16 +147,15 @@ class Loop:
         self.device.learn_words(list(dict.fromkeys(tokens)), is_anew)
 
     def _launch_prompts(self) -> bool:
-        """Compute the next chunk of prompts."""
         filling = self.scheduler.filling
         if not filling:
             return False
-        pieces = self._pieces(filling)
-        sampled = any(seat.is_sampled for seat, _ in pieces)
-        report = self.device.take([piece for _, piece in pieces], sampled)
-        for seat, piece in pieces:
-            self.scheduler.note_computed(seat, piece.count)
-        complete = [(row, seat) for row, (seat, piece) in enumerate(pieces) if piece.is_end]
+        parts = self.chunks.parts(filling, alone=not self.scheduler.running)
+        sampled = any(seat.is_sampled for seat, _ in parts)
+        report = self.device.take([part for _, part in parts], sampled)
+        for seat, part in parts:
+            self.scheduler.note_computed(seat, part.count)
+        complete = [(row, seat) for row, (seat, part) in enumerate(parts) if part.is_end]
         guided = [seat for _, seat in complete if seat.sequence.is_guided]
         if guided:
             # Their first tokens are chosen by a guided round as well.
@@ -181,36 +167,6 @@ class Loop:
         for _, seat, _ in ends:
             seat.num_in_flight += 1
         return True
-
-    def _pieces(self, filling: list[Seat]) -> list[tuple[Seat, PromptPart]]:
-        alone = not self.scheduler.running
-        first = filling[0]
-        left = len(first.text) - first.computed
-        if not self.models.fused:
-            return [self._piece(first, first.computed, PLAIN_ALONE if alone else PLAIN_BESIDE)]
-        if left >= BESIDE and self.is_large and self.models.exact:
-            # Chunks that depend on nothing but the text, because libraries' sums follow the shapes.
-            return [self._piece(first, first.computed, BESIDE - first.computed % BESIDE)]
-        if left >= BESIDE and self.is_large:
-            return [self._piece(first, first.computed, self._longest_chunk if alone else BESIDE)]
-        pieces: list[tuple[Seat, PromptPart]] = []
-        for seat in filling:
-            start = seat.computed
-            while start < len(seat.text) and len(pieces) < self.device.MOST_SEGMENTS:
-                pieces.append(self._piece(seat, start, SEGMENT))
-                start += SEGMENT
-        return pieces
-
-    def _piece(self, seat: Seat, start: int, most: int) -> tuple[Seat, PromptPart]:
-        count = min(most, len(seat.text) - start)
-        return seat, PromptPart(seat.slot, start, count, start + count == len(seat.text), seat.pages)
-
-    @property
-    def is_large(self) -> bool:
-        """Whether a chunk's products take longer than the host takes to launch them: about 0.6 ms a layer."""
-        config = self.models.target.config
-        seconds = 2 * BESIDE * config.num_parameters / 6e14
-        return seconds > 6e-4 * config.num_layers
 
     def _groups(self) -> list[tuple[Group | None, list[Seat]]]:
         """The sequences that emit tokens, by what they share."""
@@ -259,7 +215,6 @@ class Loop:
         return masks
 
     def _launch_round(self, group: Group, seats: list[Seat]) -> bool:
-        """One round of these rows."""
         seats = [seat for seat in seats if self.scheduler.seats.get(seat.slot) is seat]
         if all(self._ends_soon(seat) for seat in seats):
             return False
@@ -363,7 +318,6 @@ class Loop:
         self._end(seat, error)
 
     def _end(self, seat: Seat, error: Exception) -> None:
-        """End a sequence alone, with an error."""
         self._release(seat)
         seat.sequence.finish("closed", error)
 
@@ -375,11 +329,8 @@ class Loop:
 
     def _compact(self) -> None:
         """Move rows to the front where that makes rounds smaller."""
-        enough = self.device.bucket(max(1, len(self.scheduler.seats)))
-        while (found := self.scheduler.hole(enough)) is not None:
-            seat, slot = found
-            self.device.move(seat.slot, slot)
-            self.scheduler.move(seat, slot)
+        for left, slot in self.scheduler.compact(self.device.bucket(max(1, len(self.scheduler.seats)))):
+            self.device.move(left, slot)
 
     def _read(self) -> None:
         """Hand what the oldest launch reported to its sequences; those that are done leave together."""

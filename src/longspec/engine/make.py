@@ -25,16 +25,13 @@ def load_engine(
     """Load models onto a device, or a part of them onto each of several, and make an engine of them; the
     settings are those of `make_engine`."""
     if len(devices) == 1:
-        models = load_models(plan, devices[0], progress=progress)
-        return make_engine(models.target, models.draft, models.head, models.acceptance, **settings)
+        return make_engine(*load_models(plan, devices[0], progress=progress), **settings)
     ranks = Ranks(devices)
     try:
         shard = ranks.load(plan)
         with ranks.explained():
             models = load_models(plan, devices[0], shard, progress)
-        return make_engine(
-            models.target, models.draft, models.head, models.acceptance, ranks=ranks, **settings
-        )
+        return make_engine(*models, ranks=ranks, **settings)
     except BaseException:
         ranks.close()
         raise
@@ -73,15 +70,4 @@ def make_engine(
     free = free_memory(device) if ranks is None else ranks.room()
     size = size_engine(config, dtype, device, free, page, max_length, max_rows, kv_memory, limit)
     with memory_explained(f"{size.num_tokens} tokens of KV on {device}", _SMALLER):
-        return Engine(
-            target,
-            draft,
-            head,
-            max_length=size.max_length,
-            max_rows=size.max_rows,
-            num_pages=size.num_pages,
-            page_size=size.page_size,
-            acceptance=acceptance,
-            exact=exact,
-            ranks=ranks,
-        )
+        return Engine(target, draft, head, acceptance, size=size, exact=exact, ranks=ranks)

@@ -128,7 +128,6 @@ class MemoryNeeds:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return sum(getattr(self, part.name) for part in fields(self))
 
 

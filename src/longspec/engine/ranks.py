@@ -30,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from longspec.engine.load import LoadPlan
 from longspec.engine.orders import Answer, Call, Failed, Hello, Load, Order, Ping, Ready, receive, send
-from longspec.errors import UserError
+from longspec.errors import UserError, reason_of
 from longspec.models.placement import room_on
 from longspec.models.sharding import Shard
 
@@ -62,7 +62,6 @@ def find_store() -> Store:
 
 
 def connect(store: Store, rank: int) -> Connection:
-    """A link to rank 0."""
     client = socket.socket(socket.AF_UNIX)
     client.connect(store.get(_LINK).decode())
     link = Connection(client.detach())
@@ -150,7 +149,6 @@ class Ranks:
         return store
 
     def _accept(self) -> None:
-        """Wait until every rank has connected."""
         end = time.monotonic() + _SLOW
         # The socket is in a folder that only this user can open, because reading a pickle can run code.
         with (
@@ -195,7 +193,6 @@ class Ranks:
         return min(own, *(one.free for one in self._answers.values()))
 
     def tell(self, order: Order) -> None:
-        """Say this to all other ranks."""
         self.check()
         for peer in self._peers:
             with self.explained(), peer.lock:
@@ -225,7 +222,6 @@ class Ranks:
             raise cause from error
 
     def check(self) -> None:
-        """Raise if a rank is lost."""
         if self._error is not None:
             raise RankError(*self._error.args)
 
@@ -237,8 +233,7 @@ class Ranks:
             found = self._error
         if found is not None:
             return found
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        self._fail(f"the ranks stopped after an error of rank 0 ({reason})")
+        self._fail(f"the ranks stopped after an error of rank 0 ({reason_of(error)})")
         return error
 
     def _watch(self) -> None:
@@ -308,7 +303,6 @@ class Ranks:
         return f"rank {rank} of {self.size} ({found}{self.devices[rank]})"
 
     def close(self) -> None:
-        """End the other ranks."""
         if self._over.is_set():
             return
         self._over.set()

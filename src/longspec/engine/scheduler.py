@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 
@@ -38,7 +39,6 @@ class Seat:
 
     @property
     def is_filling(self) -> bool:
-        """Whether tokens of `text` are left to compute."""
         return self.computed < len(self.text)
 
     @property
@@ -164,16 +164,10 @@ class Scheduler:
         self.waiting.appendleft(seat.sequence)
         self.num_paused += 1
 
-    def hole(self, is_enough: int) -> tuple[Seat, int] | None:
-        """A seat that should move, and its new slot, so that the seats need no more than `is_enough` rows."""
-        if len(self.seats) > is_enough or self.num_rows <= is_enough:
-            return None
-        return self.seats[self.num_rows - 1], self.free[0]
-
-    def move(self, seat: Seat, slot: int) -> None:
-        """Give a seat the first free slot."""
-        freed = heapreplace(self.free, seat.slot)
-        assert freed == slot
-        moved = {slot if one is seat else old: one for old, one in self.seats.items()}
-        seat.slot = slot
-        self.seats = moved
+    def compact(self, is_enough: int) -> Iterator[tuple[int, int]]:
+        """Move seats to free slots, so that they need no more than `is_enough` rows; yields both slots."""
+        while len(self.seats) <= is_enough < self.num_rows:
+            seat = self.seats[self.num_rows - 1]
+            left, seat.slot = seat.slot, heapreplace(self.free, seat.slot)
+            self.seats = {one.slot: one for one in self.seats.values()}
+            yield left, seat.slot

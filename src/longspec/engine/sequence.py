@@ -79,7 +79,6 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """Whether it is done."""
         return self.finish_reason is not None
 
     @property
@@ -122,7 +121,6 @@ class Sequence:
         return (len(self.tokens) - self.num_first) / self.num_rounds if self.num_rounds else 0.0
 
     def keep_first(self, token: int) -> None:
-        """Take the token that a prefill chose."""
         self.num_first += 1
         self._keep([token], 0)
 
@@ -199,7 +197,6 @@ class Sequence:
             self.on_news(self)
 
     def finish(self, reason: str, error: BaseException | None = None) -> None:
-        """End here."""
         self.finished_at = time.perf_counter()
         self.error, self.finish_reason = error, reason
         if self.on_news is not None:

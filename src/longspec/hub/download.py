@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from longspec.errors import UserError
+from longspec.errors import UserError, reason_of
 from longspec.records import ShardIndex, read_record
 
 DRAFT_WEIGHTS = ("model.safetensors", "draft_model_weights.pth", "pytorch_model.bin")
@@ -159,7 +159,7 @@ def _explain(error: Exception, hub_id: str, revision: str | None) -> str | None:
     if _is_network(error) or isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
         return f"cannot reach the hub for {hub_id}: check the network, or pass a local folder or .gguf file"
     if isinstance(error, errors.HfHubHTTPError):
-        return f"the hub refused {hub_id}: {(str(error).splitlines() or ['no reason given'])[0]}"
+        return f"the hub refused {hub_id}: {reason_of(error)}"
     if isinstance(error, OSError):
         return f"cannot store {hub_id}: {error.strerror or error}; set HF_HOME to a folder with room"
     return None

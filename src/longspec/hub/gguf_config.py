@@ -53,7 +53,6 @@ class Metadata:
         return value
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = 1 << 27) -> int:
-        """An integer value within [low, high]."""
         value = self.get(key)
         value = default if value is None else value
         if isinstance(value, list):
@@ -63,7 +62,6 @@ class Metadata:
         return value
 
     def number(self, key: str, default: float | None = None, *, low: float, high: float) -> float:
-        """A number within [low, high]."""
         value = self.get(key)
         value = default if value is None else value
         if not isinstance(value, int | float) or not low <= value <= high:

@@ -18,7 +18,7 @@ from longspec.hub.cache import build_folder, cache_dir, require_space
 from longspec.hub.gguf_config import ROPE_FREQS, Metadata, Weight, hf_config, special_ids, weight_plan
 from longspec.hub.gguf_header import GGUFHeader, TensorInfo, damaged, read_header, shortened
 from longspec.hub.gguf_tokenizer import save_tokenizer
-from longspec.progress import Advance, byte_bar
+from longspec.progress import Advance, count_bar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,8 +40,7 @@ def converted(path: Path, *, progress: bool = True) -> Path:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     key = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:12]
     return build_folder(
-        cache_dir() / "gguf" / f"{path.stem}-{key}",
-        lambda folder: convert(path, folder, progress=progress),
+        cache_dir() / "gguf" / f"{path.stem}-{key}", lambda folder: convert(path, folder, progress=progress)
     )
 
 
@@ -60,7 +59,7 @@ def convert(path: Path, folder: Path, *, progress: bool = True) -> dict[str, Any
     require_space(folder, num_bytes)
     _save_config(meta, config, dtype, folder)
     save_tokenizer(meta, folder)
-    with byte_bar(f"Converting {path.name}", num_bytes, progress) as advance:
+    with count_bar(f"Converting {path.name}", num_bytes, progress, in_bytes=True) as advance:
         _save_weights(header, plan, dtype, folder, advance)
     stat = path.stat()
     return {
@@ -72,20 +71,17 @@ def convert(path: Path, folder: Path, *, progress: bool = True) -> dict[str, Any
 
 
 def _read(path: Path) -> tuple[Metadata, dict[str, Any], list[Weight]]:
-    """Read and check the header: metadata, config and weights."""
     meta = Metadata(read_header(path))
     if meta.integer("split.count", 1, low=0) > 1:
         raise meta.refuse("split GGUF files; join the parts first (llama-gguf-split --merge)")
-    _refuse_types(meta)
+    supported = (*_PLAIN, *_QUANTISED)
+    for tensor in meta.header.tensors.values():
+        if tensor.type_name not in supported:
+            raise meta.refuse(
+                f"the type {tensor.type_name} of tensor {tensor.name!r}; it reads {', '.join(supported)}"
+            )
     config = hf_config(meta, _rope_freqs(meta.header))
     return meta, config, weight_plan(meta, config)
-
-
-def _refuse_types(meta: Metadata) -> None:
-    for tensor in meta.header.tensors.values():
-        if tensor.type_name not in _PLAIN and tensor.type_name not in _QUANTISED:
-            supported = ", ".join((*_PLAIN, *_QUANTISED))
-            raise meta.refuse(f"the type {tensor.type_name} of tensor {tensor.name!r}; it reads {supported}")
 
 
 def _num_bytes(weight: Weight, dtype: str) -> int:
@@ -164,38 +160,28 @@ def _dequantised(data: "np.ndarray[Any, np.dtype[np.uint8]]", info: TensorInfo, 
     return out
 
 
-def _shards(plan: list[Weight], dtype: str) -> list[list[Weight]]:
-    """The weights of each safetensors file: at most `_SHARD_BYTES`, but at least one weight."""
-    shards: list[list[Weight]] = [[]]
-    size = 0
-    for weight in plan:
-        if shards[-1] and size + _num_bytes(weight, dtype) > _SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append(weight)
-        size += _num_bytes(weight, dtype)
-    return shards
-
-
 def _save_weights(header: GGUFHeader, plan: list[Weight], dtype: str, folder: Path, advance: Advance) -> None:
     """Write the safetensors files, and their index if there are several."""
-    shards = _shards(plan, dtype)
-    names = ["model.safetensors"]
-    if len(shards) > 1:
-        names = [
-            f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
-        ]
-        total = sum(_num_bytes(weight, dtype) for weight in plan)
-        files = {weight.hf_name: name for name, own in zip(names, shards, strict=True) for weight in own}
-        index = {"metadata": {"total_size": total}, "weight_map": files}
+    import torch
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    weights = {weight.hf_name: weight for weight in plan}
+    kinds = {1: torch.float32, 2: getattr(torch, dtype)}
+    shapes = {
+        name: torch.empty(weight.shape, dtype=kinds[len(weight.shape)], device="meta")
+        for name, weight in weights.items()
+    }
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=_SHARD_BYTES)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-    for name, own in zip(names, shards, strict=True):
+    for file, names in split.filename_to_tensors.items():
         tensors = {}
-        for weight, tensor in _tensors(header, own, dtype):
+        for weight, tensor in _tensors(header, [weights[name] for name in names], dtype):
             tensors[weight.hf_name] = tensor
             advance(tensor.nbytes)
-        _save_file(tensors, folder / name)
+        _save_file(tensors, folder / file)
 
 
 def _save_file(tensors: "dict[str, torch.Tensor]", path: Path) -> None:

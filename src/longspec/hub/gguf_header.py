@@ -43,7 +43,6 @@ class GGUFHeader:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Read and check the header of a GGUF file."""
     try:
         with path.open("rb") as file:
             if path.stat().st_size < 24 or file.read(4) != b"GGUF":

@@ -1,14 +1,12 @@
 """Save the tokenizer of a GGUF file in the Hugging Face format."""
 
-import contextlib
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspec.errors import UserError
 from longspec.hub.gguf_config import Metadata
-from longspec.hub.gguf_header import shortened
+from longspec.prompts import tokenizer_explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -39,7 +37,7 @@ def save_tokenizer(meta: Metadata, folder: Path) -> None:
         raise UserError(
             f"{meta.header.path}: a token is longer than {_MAX_TOKEN} characters: a damaged file?"
         )
-    with _one_line_errors(meta.header.path):
+    with tokenizer_explained(f"{meta.header.path}: its tokenizer cannot be read, it may be damaged", OSError):
         tokenizer = _load(meta.header.path)
         _mend(tokenizer, meta, model, pre)
         for how_it_was_loaded in ("is_local", "local_files_only"):
@@ -78,17 +76,3 @@ def _mend(tokenizer: "PreTrainedTokenizerFast", meta: Metadata, model: str, pre:
     if add_bos and tokenizer.bos_token is not None:
         # The setter exists, but the type stubs have only the getter.
         tokenizer.add_bos_token = True  # type: ignore[misc]
-
-
-@contextlib.contextmanager
-def _one_line_errors(path: Path) -> Iterator[None]:
-    """Turn any error of the tokenizer libraries into a `UserError`."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, OSError):
-        raise
-    except BaseException as error:  # a panic in the Rust tokenizers is not an Exception
-        reason = shortened(str(error) or type(error).__name__)
-        raise UserError(
-            f"{path}: its tokenizer cannot be read ({reason}); the file may be damaged"
-        ) from error

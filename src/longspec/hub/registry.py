@@ -43,12 +43,7 @@ class ModelEntry:
 
 
 def _published(
-    name: str,
-    target: str,
-    context: int,
-    *,
-    eos_id: int | None = None,
-    chat_template: str | None = None,
+    name: str, target: str, context: int, *, eos_id: int | None = None, chat_template: str | None = None
 ) -> ModelEntry:
     """A target with its published draft, which has the same model name."""
     draft = "sail/longspec-" + target.split("/")[1]

@@ -20,6 +20,16 @@ class TargetFiles:
     config: Mapping[str, Any] | None = None
     """The future content of config.json, if only the config was asked for and nothing is converted yet."""
 
+    @property
+    def chat_template(self) -> str | None:
+        """Where the tokenizer of a target with a short name lacks one."""
+        return None if self.entry is None else self.entry.chat_template
+
+    @property
+    def eos_id(self) -> int | None:
+        """Of a target with a short name whose files do not say it."""
+        return None if self.entry is None else self.entry.eos_id
+
 
 def resolve(
     target: str,

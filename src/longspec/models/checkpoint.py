@@ -1,37 +1,21 @@
 """Reading weights from a folder in the Hugging Face layout, one tensor at a time."""
 
 import contextlib
-import math
 import pickle
 import warnings
 import zipfile
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 import torch
 
-from longspec.errors import UserError, shown
+from longspec.errors import UserError, reason_of, shown
 from longspec.models.placement import out_of_memory
 from longspec.models.sharding import Cut
 from longspec.records import ShardIndex, read_record
 
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
-_SAFETENSORS_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 class WeightFiles:
@@ -49,54 +33,23 @@ class WeightFiles:
             self._stack = self._stack.pop_all()
         self.names: set[str] = set(self._file_of)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.names
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, from the file's header."""
-        return self._find(name).meta(name)[0]
-
-    def num_bytes(self) -> int:
-        """The bytes of all tensors together, from the files' headers."""
-        return sum(self._bytes_of(name) for name in self.names)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that most bytes of the weights are stored in."""
-        totals: Counter[torch.dtype] = Counter()
-        for name in self.names:
-            totals[self._find(name).meta(name)[1]] += self._bytes_of(name)
-        return totals.most_common(1)[0][0]
 
     def tensor(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         """Read one tensor, on the CPU and in its stored dtype; with `cut` only a part of it."""
-        file = self._find(name)
-        return file.tensor(name, () if cut is None else cut(file.meta(name)[0]))
-
-    def _bytes_of(self, name: str) -> int:
-        shape, dtype = self._find(name).meta(name)
-        return math.prod(shape) * dtype.itemsize
-
-    def _find(self, name: str) -> "_File":
         if name not in self._file_of:
             raise UserError(f"{self.folder} has no tensor {name!r}")
-        return self._file_of[name]
+        file = self._file_of[name]
+        return file.tensor(name, () if cut is None else cut(file.shape(name)))
 
-    def _open(self) -> "dict[str, _File]":
+    def _open(self) -> "dict[str, TensorFile]":
         for single in _SINGLE_FILES:
             if (self.folder / single).is_file():
-                file = self._open_file(self.folder / single)
+                file = open_file(self.folder / single, self._stack)
                 if not file.names:
                     raise UserError(f"{self.folder / single} holds no tensors")
                 return dict.fromkeys(file.names, file)
@@ -107,24 +60,19 @@ class WeightFiles:
             f"{self.folder} has no weights: no {' or '.join(_SINGLE_FILES)}, and no index of shards"
         )
 
-    def _open_shards(self, index: Path) -> "dict[str, _File]":
+    def _open_shards(self, index: Path) -> "dict[str, TensorFile]":
         weight_map = _read_index(index)
-        files: dict[str, _File] = {}
+        files: dict[str, TensorFile] = {}
         for shard in sorted(set(weight_map.values())):
             if not (self.folder / shard).is_file():
                 raise UserError(f"{index.name} names {self.folder / shard}, which is missing: fetch it again")
-            files[shard] = self._open_file(self.folder / shard)
+            files[shard] = open_file(self.folder / shard, self._stack)
         for name, shard in weight_map.items():
             if name not in files[shard].names:
                 raise UserError(
                     f"{index.name} says that {self.folder / shard} has the tensor {name!r}, but it does not"
                 )
         return {name: files[shard] for name, shard in weight_map.items()}
-
-    def _open_file(self, path: Path) -> "_File":
-        if path.suffix == ".safetensors":
-            return _SafetensorsFile(path, self._stack)
-        return _PickleFile(path)
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -138,14 +86,19 @@ def _read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
-class _File(Protocol):
+class TensorFile(Protocol):
     """One open weight file."""
 
     names: set[str]
 
-    def meta(self, name: str) -> tuple[tuple[int, ...], torch.dtype]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def tensor(self, name: str, part: tuple[slice, ...]) -> torch.Tensor: ...
+    def tensor(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor: ...
+
+
+def open_file(path: Path, stack: contextlib.ExitStack) -> TensorFile:
+    """Open a file of tensors until `stack` is closed; tensors that were read stay valid."""
+    return _SafetensorsFile(path, stack) if path.suffix == ".safetensors" else _PickleFile(path)
 
 
 class _SafetensorsFile:
@@ -153,68 +106,47 @@ class _SafetensorsFile:
         from safetensors import safe_open
 
         self.path = path
-        try:
+        with _explained(path):
             self.file = stack.enter_context(safe_open(path, framework="pt"))
             self.names = set(self.file.keys())
-            self.metas = {name: self._read_meta(name) for name in self.names}
-        except UserError:
-            raise
-        except Exception as error:  # SafetensorError, OSError, and whatever a damaged header causes
-            raise _damaged(path, error) from error
 
-    def _read_meta(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        view = self.file.get_slice(name)
-        kind = view.get_dtype()
-        if kind not in _SAFETENSORS_TYPES:
-            raise UserError(f"{self.path}: tensor {name!r} has the type {kind}, which is not supported")
-        return tuple(view.get_shape()), _SAFETENSORS_TYPES[kind]
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(name).get_shape())
 
-    def meta(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        return self.metas[name]
-
-    def tensor(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
-        try:
+    def tensor(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+        with _explained(self.path):
             tensor: torch.Tensor = self.file.get_slice(name)[part] if part else self.file.get_tensor(name)
-        except Exception as error:
-            raise _damaged(self.path, error) from error
-        return tensor
+            return tensor
 
 
 class _PickleFile:
     """A `.bin` file. `weights_only` keeps it from running code; it is mapped if its format allows."""
 
     def __init__(self, path: Path) -> None:
-        try:
+        with _explained(path), warnings.catch_warnings(action="ignore"):  # bad pickles end in an error anyway
             mapped = zipfile.is_zipfile(path)  # files from before torch 1.6 are not, and cannot be mapped
-            with warnings.catch_warnings(action="ignore"):  # bad pickles end in an error anyway
-                state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-        except pickle.UnpicklingError as error:
-            raise UserError(
-                f"{path} is damaged, or holds code besides tensors, which is never run"
-            ) from error
-        except Exception as error:
-            raise _damaged(path, error) from error
-        if not isinstance(state, dict) or not all(_is_entry(*item) for item in state.items()):
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        is_named = isinstance(state, dict) and all(isinstance(name, str) for name in state)
+        if not is_named or not all(isinstance(value, torch.Tensor) for value in state.values()):
             raise UserError(f"{path} holds something other than named tensors")
         self.state: dict[str, torch.Tensor] = state
         self.names = set(state)
 
-    def meta(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        return tuple(self.state[name].shape), self.state[name].dtype
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.state[name].shape)
 
-    def tensor(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+    def tensor(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
         return self.state[name][part] if part else self.state[name]
 
 
-def _is_entry(name: object, value: object) -> bool:
-    return isinstance(name, str) and isinstance(value, torch.Tensor)
-
-
-def _damaged(path: Path, error: Exception) -> UserError | MemoryError:
-    if out_of_memory(error):
-        return MemoryError(f"there is not enough memory to read {path}")
-    return UserError(f"{path} is truncated or damaged ({_first_line(error)}): fetch it again")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Name the file, whatever its content makes a library raise."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise UserError(f"{path} is damaged, or holds code besides tensors, which is never run") from error
+    except Exception as error:
+        if out_of_memory(error):
+            raise MemoryError(f"there is not enough memory to read {path}") from error
+        raise UserError(f"{path} is truncated or damaged ({reason_of(error)}): fetch it again") from error

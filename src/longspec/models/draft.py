@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspec.config import DraftConfig, ModelConfig
-from longspec.errors import UserError
+from longspec.errors import UserError, reason_of
 from longspec.models.eight_bit import form_of
 from longspec.models.layers import (
     FeedForward,
@@ -39,9 +39,7 @@ class DraftPass(Protocol):
     """What the draft's queries attend to. Plain decoding, fused decoding and training each have a class."""
 
     @property
-    def ops(self) -> Ops:
-        """Computes everything around the products."""
-        ...
+    def ops(self) -> Ops: ...
 
     def attend_self(self, qkv: Tensor) -> Tensor:
         """Add the keys and values of the projection [B, T, (H + 2 K) D] to the draft's window, and attend to
@@ -130,8 +128,7 @@ class GlideDraft(nn.Module):
                 repository = api.create_repo(hub_id, private=private, exist_ok=True)
                 api.upload_folder(repo_id=hub_id, folder_path=folder, commit_message="Draft by longspec")
             except Exception as error:  # no login, network or rights: the hub's client says which
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                raise UserError(f"cannot push the draft to {hub_id}: {reason}") from error
+                raise UserError(f"cannot push the draft to {hub_id}: {reason_of(error)}") from error
         return str(repository)
 
     def initialise(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:

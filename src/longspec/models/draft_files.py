@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from typing_extensions import TypedDict
 
 from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError, shown
+from longspec.models.checkpoint import open_file
 from longspec.models.draft import GlideDraft
 from longspec.models.files import write_whole
 from longspec.models.sharding import Shard
@@ -90,7 +92,6 @@ class LoadedDraft:
     """A draft and what its folder says about it."""
 
     draft: GlideDraft
-    target_name: str | None
     acceptance: dict[str, Any]
     """As `AcceptanceTable`; empty if it was not measured."""
 
@@ -195,9 +196,7 @@ def load_draft_for(
                 stacklevel=2,
             )
             break
-    if record is None:
-        return LoadedDraft(draft, None, {})
-    return LoadedDraft(draft, record.target, dict(record.acceptance or {}))
+    return LoadedDraft(draft, dict(record.acceptance or {}) if record else {})
 
 
 def read_draft_config(path: Path) -> DraftConfig:
@@ -242,7 +241,6 @@ def _check_target(path: Path, record: DraftRecord, here: Fingerprint, target_nam
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a draft's folder or file."""
     file = path
     if path.is_dir():
         candidates = ("model.safetensors", PUBLISHED_FILE, "pytorch_model.bin")
@@ -250,19 +248,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if found is None:
             raise UserError(f"the draft folder {path} has none of {', '.join(candidates)}")
         file = found
-    try:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            tensors = load_file(file)
-        else:
-            tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file can make either reader raise anything
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot read the draft {file}: {reason}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise UserError(f"cannot read the draft {file}: it holds something other than named tensors")
-    return {name.removeprefix("draft_model."): tensor for name, tensor in tensors.items()}
+    with ExitStack() as stack:
+        tensors = open_file(file, stack)
+        return {name.removeprefix("draft_model."): tensors.tensor(name) for name in tensors.names}
 
 
 def _build(

@@ -92,7 +92,6 @@ class EightBitLinear(nn.Module):
         return EightBit(self.values, self.scales)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias."""
         if x.is_cuda and self.covers(x):
             return self._product(x)
         return F.linear(x, self.matrix.expanded(x.dtype), self.bias)
@@ -106,11 +105,9 @@ class EightBitLinear(nn.Module):
         return total
 
     def weight_rows(self, ids: Tensor | None) -> Tensor:
-        """Rows of the weight; all of them for None."""
         return (self.matrix if ids is None else self._rows(ids)).expanded(self.dtype)
 
     def covers(self, x: Tensor) -> bool:
-        """Whether to use `few_rows` for this product."""
         from longspec.kernels.linear import covers_bytes
 
         return covers_bytes(x)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from longspec.errors import UserError, naming, shown, whole_number
 from longspec.models.families import config_from_hf
 from longspec.records import read_record
 
-# How the name of a file begins that is being written.
+# How the name of a file or folder begins that is being written.
 _WRITING = ".writing-"
 
 
@@ -36,10 +38,30 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
+@contextlib.contextmanager
+def unfinished(path: Path) -> Iterator[Path]:
+    """Where to write a large file or a folder: it becomes `path` when it is complete, or is removed."""
+    temporary = path.with_name(f"{_WRITING}{path.name}-{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove(temporary)  # left by a killed process with the same id, as in a container that is started again
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        _remove(temporary)
+
+
 def clear_unfinished(folder: Path) -> None:
-    """Remove the temporary files of processes that were killed while they wrote a file in this folder."""
+    """Remove what processes left that were killed while they wrote something in this folder."""
     for leftover in folder.glob(f"{_WRITING}*"):
-        leftover.unlink(missing_ok=True)
+        _remove(leftover)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def read_config(folder: Path, values: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -57,9 +79,9 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return read_record(path, dict[str, Any]) if path.is_file() else {}
 
 
-def eos_ids(folder: Path) -> frozenset[int]:
-    """Every token id that ends an answer, from the model's files."""
-    found: set[int] = set()
+def eos_ids(folder: Path, *more: int | None) -> frozenset[int]:
+    """Every token id that ends an answer: from the model's files, and `more`, where they are known."""
+    found = {one for one in more if one is not None}
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         ids = read_record(path, dict[str, Any]).get("eos_token_id") if path.is_file() else None

@@ -19,9 +19,7 @@ class ForwardPass(Protocol):
     """What all layers of a forward pass share: one class for plain decoding, fused decoding and training."""
 
     @property
-    def ops(self) -> Ops:
-        """Computes everything around the products."""
-        ...
+    def ops(self) -> Ops: ...
 
     def attend(self, module: SelfAttention, qkv: Tensor) -> Tensor:
         """Attend with a layer's projection [B, T, (H + 2 K) D] of the new tokens. Returns [B, T, H D], or
@@ -258,11 +256,9 @@ class FeedForward(nn.Module):
         self.down = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return down(silu(gate(x)) * up(x))."""
         return self.down(self.gated(x))
 
     def gated(self, x: Tensor) -> Tensor:
-        """Return silu(gate(x)) * up(x)."""
         gate, up = self.gate_up(x).chunk(2, -1)
         return F.silu(gate).mul_(up) if not torch.is_grad_enabled() else F.silu(gate) * up
 
@@ -324,9 +320,7 @@ class Ops(Protocol):
 
     def feed_forward(
         self, ffn: FeedForward, norm: RMSNorm, stream: Stream, following: Reader | None
-    ) -> Stream:
-        """The stream after the feed-forward."""
-        ...
+    ) -> Stream: ...
 
     def finish(self, stream: Stream, norm: RMSNorm | None) -> Tensor:
         """The stream as a tensor, normed if there is a norm."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from longspec.config import ModelConfig
 from longspec.errors import UserError
@@ -37,35 +38,20 @@ def load_target(
     `shard`, only that part of each tensor is read.
     """
     precision = Precision(precision) if isinstance(precision, torch.dtype) else precision
-    dtype = precision.dtype
     with torch.device("meta"):
         model = Transformer(config if shard is None else config.shared_by(shard.size))
     model.requires_grad_(False).eval()
     # Not `to_empty`: on a meta tensor it makes torch import sympy, which takes a second.
     model.rope.table = torch.empty(model.rope.table.shape, device=device)
     stored = StoredWeights(read, config.quantisation)
-    waiting: dict[str, int] = {}
     sources_of = dict(FAMILIES[config.family].weights(config))
-    for name in sources_of:
-        waiting[_block_of(name)] = waiting.get(_block_of(name), 0) + 1
-    for name, sources in sources_of.items():
-        parameter = model.get_parameter(name)
-        if not (packed and _keep_stored(model, name, sources, stored, device, precision)):
-            tensor = _join(name, sources, stored.tensor, parameter.shape, shard).to(
-                device=device, dtype=dtype
-            )
-            if precision.rounding is not None and tensor.ndim == 1:
-                tensor = tensor.clone()  # a view of the mapped file would keep all of it in memory
-            _replace(model, name, nn.Parameter(tensor, requires_grad=False))
-            # The sum is one pass without a copy, and it is not finite if any value is not.
-            if not math.isfinite(tensor.sum(dtype=torch.float32)):
-                raise UserError(
-                    f"weight {sources[0]!r} has values that are not finite; fetch the weights again"
-                )
-        on_progress(parameter.numel() * dtype.itemsize)
-        block = _block_of(name)
-        waiting[block] -= 1
-        if packed and block and not waiting[block]:
+    for block, names in groupby(sources_of, _block_of):
+        for name in names:
+            sources, num_values = sources_of[name], model.get_parameter(name).numel()
+            if not (packed and _keep_stored(model, name, sources, stored, device, precision)):
+                _take(model, name, sources, stored, device, precision, shard)
+            on_progress(num_values * precision.dtype.itemsize)
+        if packed and block:
             pack(model.get_submodule(block), precision)
     if config.tied_head:
         model.head.weight = model.embedding
@@ -114,15 +100,30 @@ def _keep_stored(
     return True
 
 
-def _join(
-    name: str, sources: tuple[str, ...], read: TensorReader, shape: torch.Size, shard: Shard | None
-) -> Tensor:
-    parts = [read(source) if shard is None else read(source, shard.cut(name)) for source in sources]
+def _take(
+    model: Transformer,
+    name: str,
+    sources: tuple[str, ...],
+    stored: StoredWeights,
+    device: torch.device,
+    precision: Precision,
+    shard: Shard | None,
+) -> None:
+    """Read a parameter, or the part of it that `shard` says."""
+    cut = () if shard is None else (shard.cut(name),)
+    parts = [stored.tensor(source, *cut) for source in sources]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
     if shard is not None:
         tensor = shard.finished(name, tensor)
-    _check_shape(name, sources, tensor.shape, shape)
-    return tensor
+    _check_shape(name, sources, tensor.shape, model.get_parameter(name).shape)
+    tensor = tensor.to(device=device, dtype=precision.dtype)
+    if precision.rounding is not None and tensor.ndim == 1:
+        tensor = tensor.clone()  # a view of the mapped file would keep all of it in memory
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
+    # The sum is one pass without a copy, and it is not finite if any value is not.
+    if not math.isfinite(tensor.sum(dtype=torch.float32)):
+        raise UserError(f"weight {sources[0]!r} has values that are not finite; fetch the weights again")
 
 
 def _check_shape(name: str, sources: tuple[str, ...], found: torch.Size, shape: torch.Size) -> None:
@@ -134,9 +135,5 @@ def _check_shape(name: str, sources: tuple[str, ...], found: torch.Size, shape: 
 
 
 def _block_of(name: str) -> str:
+    """The block that a parameter belongs to, if any; the parameters of a block are read in a row."""
     return ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
-
-
-def _replace(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, parameter)

@@ -73,7 +73,6 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU or processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -149,7 +148,6 @@ def check_fits(name: str, config: ModelConfig, precision: Precision, *devices: t
 
 
 def gigabytes(num_bytes: float) -> str:
-    """A size as text, such as "1.5 GB"."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
@@ -186,7 +184,6 @@ def memory_explained(asked: str, way_out: str) -> Iterator[None]:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that memory ran out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     # The CPU's allocator, cuBLAS and mmap raise a RuntimeError or OSError; only the text tells the cause.

@@ -32,7 +32,6 @@ class RoundedLinear(CpuLinear):
         return linear.weight.device.type == "cpu" and linear.weight.dtype == torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias."""
         product = self.multiply(x.reshape(-1, self.num_in))
         product = product if self.bias is None else product.add_(self.bias)
         return product.view(*x.shape[:-1], self.num_out)
@@ -122,7 +121,6 @@ class HalfTable(nn.Module):
         self.register_buffer("values", table.to(dtype))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The rows that `tokens` name, in fp32."""
         return F.embedding(tokens, self.values).float()
 
 
@@ -139,7 +137,6 @@ class Int8Table(nn.Module):
         self.register_buffer("scales", scales)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The rows that `tokens` name, in fp32."""
         return F.embedding(tokens, self.values) * F.embedding(tokens, self.scales)
 
 
@@ -149,12 +146,10 @@ _INT4_PRODUCT = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
 
 def has_fp16_products() -> bool:
-    """Whether torch has fp16 products for this processor."""
     return torch.backends.quantized.engine in ("x86", "fbgemm")
 
 
 def has_bf16_products() -> bool:
-    """Whether torch has bf16 products for this processor."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

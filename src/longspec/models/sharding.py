@@ -80,7 +80,6 @@ class Shard:
         return layers.narrow(dim + 1, part.start, part.stop - part.start).flatten(dim, dim + 1).contiguous()
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, in place if possible."""
         part = part.contiguous()
         dist.all_reduce(part)
         return part
@@ -146,7 +145,6 @@ class SharedTable(nn.Module):
         self.rows, self.shard = rows, shard
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The rows [..., E] of tokens [...]."""
         own = tokens - self.shard.rank * len(self.rows)
         is_own = (own >= 0) & (own < len(self.rows))
         found = F.embedding(torch.where(is_own, own, 0), self.rows) * is_own[..., None]

@@ -36,7 +36,6 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
         return self.norm.weight.device
 
     @property

@@ -15,14 +15,12 @@ from longspec.pipeline.plan import Plan
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def plan_text(plan: Plan) -> str:
-    """The plan for people."""
     device = plan.device
     writes = "answers prompts" if plan.has_template else "continues texts, because it has no chat template"
     layers = ", ".join(map(str, plan.cross_layers))

@@ -18,6 +18,7 @@ TEMPERATURES = (0.0, 0.3, 0.7)
 _SHORT, _STEP_TOKENS, _LEAST_STEPS = 1024, 65536, 100
 # A dataset has at least so many sequences: below that, they become shorter.
 _SHORT_SEQUENCES, _LONG_SEQUENCES, _SHORTEST = 64, 4, 128
+_LEAST_TOKENS = _SHORT_SEQUENCES * _SHORTEST
 # How often what is written is seen.
 _EPOCHS = {"base": 4, "long": 2}
 _RATES = {"base": 2e-3, "long": 5e-4}
@@ -178,16 +179,16 @@ def make_plan(
         tokens = int(1e6)
         for _ in range(4):
             tokens = int(tokens * _PLANNED * seconds / planner.plan(tokens, True).seconds)
-            if tokens < planner.least_tokens:
-                least = planner.plan(planner.least_tokens, True).seconds / _PLANNED
+            if tokens < _LEAST_TOKENS:
+                least = planner.plan(_LEAST_TOKENS, True).seconds / _PLANNED
                 raise UserError(
                     f"a budget of {seconds:g} seconds is too short on {device.name}; about {least:,.0f} "
                     "seconds are needed, and far more for a good draft"
                 )
         plan = planner.plan(tokens, True)
         return replace(plan, seconds=seconds)
-    if tokens < planner.least_tokens:
-        raise UserError(f"tokens is {tokens}; at least {planner.least_tokens:,} are needed")
+    if tokens < _LEAST_TOKENS:
+        raise UserError(f"tokens is {tokens}; at least {_LEAST_TOKENS:,} are needed")
     return planner.plan(tokens, False)
 
 
@@ -215,11 +216,6 @@ class _Planner:
                 f"{target} and a draft take more than the {device.free_memory / 1e9:.1f} GB that are free on "
                 f"{device.name}; use a smaller target or a larger device"
             )
-
-    @property
-    def least_tokens(self) -> int:
-        """So many give every dataset a few sequences of the shortest length."""
-        return _SHORT_SEQUENCES * _SHORTEST
 
     def plan(self, tokens: int, is_limited: bool) -> Plan:
         kinds = self._kinds()

@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from longspec.data.synthesize import synthesize
 from longspec.data.work import locked
 from longspec.errors import UserError, check_same
 from longspec.models.draft_files import read_draft_config
-from longspec.models.files import clear_unfinished, read_config, write_whole
+from longspec.models.files import clear_unfinished, read_config, unfinished, write_whole
 from longspec.models.placement import gigabytes, pick_device, pick_dtype
 from longspec.pipeline.card import duration, with_given
 from longspec.pipeline.device import measure_device
@@ -66,13 +66,6 @@ class SavedPlan:
 
 
 @dataclass(frozen=True)
-class Spent:
-    """What `spent.json` says: the seconds of the finished steps."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Step:
     """A part of the work."""
 
@@ -98,7 +91,7 @@ def plan_draft(options: DraftOptions) -> Plan:
     files = hub.resolve(options.target, config_only=True)
     config = read_config(files.folder, files.config)
     tokenizer = hub.resolve_tokenizer(options.target)
-    encoder = PromptEncoder(tokenizer.folder, tokenizer.entry.chat_template if tokenizer.entry else None)
+    encoder = PromptEncoder(tokenizer.folder, tokenizer.chat_template)
     return make_plan(
         options.target,
         config,
@@ -132,7 +125,8 @@ class _Clock:
 
     def __init__(self, work: Path, plan: Plan, tell: Callable[[str], None]) -> None:
         self._path, self._plan, self._tell = work / _SPENT, plan, tell
-        self._spent = read_record(self._path, Spent).seconds if self._path.is_file() else {}
+        self._spent = read_record(self._path, dict[str, float]) if self._path.is_file() else {}
+        """Seconds of the finished steps."""
 
     def run(self, steps: list[Step]) -> None:
         for number, step in enumerate(steps):
@@ -151,7 +145,7 @@ class _Clock:
             step.run(allowed)
             _free_memory()
             self._spent[step.name] = round(time.perf_counter() - started, 1)
-            write_whole(self._path, json.dumps(asdict(Spent(self._spent))).encode())
+            write_whole(self._path, json.dumps(self._spent).encode())
 
 
 class _Making:
@@ -162,7 +156,6 @@ class _Making:
         self._sources = Sources(work, plan, options)
 
     def steps(self) -> Iterator[Step]:
-        """In the order in which they run."""
         sources, written = self._sources, {one.name: one for one in self._plan.written}
         yield self._file_step("prompts for passages", "passage_prompts", sources.make_passage_prompts)
         yield self._write_step(written.pop("passages"))
@@ -182,10 +175,8 @@ class _Making:
         summary = self._work / "measured" / "summary.json"
         reserved = _MEASURING * self._plan.seconds if self._plan.is_limited else 0.0
         yield Step("measure", reserved, summary.is_file, self._measure)
-        yield Step("publish", 0, self._is_published, lambda _: self._publish())
-
-    def _is_published(self) -> bool:
-        return (self._options.output / "config.json").is_file()
+        published = self._options.output / "config.json"
+        yield Step("publish", 0, published.is_file, lambda _: self._publish())
 
     def _file_step(self, name: str, file: str, make: Callable[[], None]) -> Step:
         path = self._sources.path(file)
@@ -244,11 +235,9 @@ class _Making:
     ) -> list[str]:
         """The settings of a stage as Hydra reads them."""
         folders = [self._work / "data" / name for name in stage.datasets]
-        held_out = min(
-            _HELD_OUT_SEQUENCES,
-            _HELD_OUT_TOKENS // stage.seq_length,
-            self._num_sequences(folders[-1], stage.seq_length) // 8,
-        )
+        last = read_info(folders[-1])
+        num_sequences = last.num_sequences * last.seq_length // stage.seq_length
+        held_out = min(_HELD_OUT_SEQUENCES, _HELD_OUT_TOKENS // stage.seq_length, num_sequences // 8)
         few = max(10, stage.steps // 10)
         values: dict[str, Any] = {
             "name": "draft",
@@ -272,10 +261,6 @@ class _Making:
         }
         values |= {} if previous is None else {"draft.path": str(previous)}
         return [f"stage={stage.name}", "resume=latest", *(f"{k}={_quoted(v)}" for k, v in values.items())]
-
-    def _num_sequences(self, folder: Path, seq_length: int) -> int:
-        info = read_info(folder)
-        return info.num_sequences * info.seq_length // seq_length
 
     def _export(self, draft: Path) -> None:
         from longspec.train.export import export
@@ -322,9 +307,8 @@ class _Making:
         write_whole(draft / "README.md", with_given(card, self._sources.path("documents")).encode())
         paths = sorted(draft.iterdir(), key=lambda path: path.name == "config.json")
         for path in paths:
-            unfinished = output / f".{path.name}.part"
-            shutil.copy(path, unfinished)
-            unfinished.replace(output / path.name)
+            with unfinished(output / path.name) as copied:
+                shutil.copy(path, copied)
 
 
 def measured_methods(max_lag: int) -> list[str]:

@@ -23,7 +23,7 @@ from longspec.data.prompts.make import make_prompts
 from longspec.data.records import read_document, read_prompt, read_records
 from longspec.data.shards import Dataset, Role
 from longspec.errors import UserError, naming
-from longspec.models.files import write_whole
+from longspec.models.files import unfinished, write_whole
 from longspec.pipeline.options import DraftOptions
 from longspec.pipeline.plan import Plan
 
@@ -85,7 +85,6 @@ class Sources:
         return [one for one in found if one not in held]
 
     def held_out(self) -> HeldOut:
-        """The texts that the draft will be measured on."""
         own = self.work / OWN_HELD_OUT
         return HeldOut.read([str(BUILTIN), *([str(own)] if own.exists() else [])])
 
@@ -102,7 +101,7 @@ class Sources:
             else [{"text": text, "source": own.name, "licence": licence} for text in read_own_documents(own)]
         )
         write_whole(books, _lines([*given, *written_texts(self.work / "data" / "passages", tokenizer)]))
-        packages = [name for name in PACKAGES if _is_installed(name)]
+        packages = [name for name in PACKAGES if is_installed(name)]
         chosen = [STDLIB, *(packages if self.plan.tokens >= _MANY_TOKENS else ())]
         collected = self.work / "collected.jsonl"
         collect(collected, [str(books)], chosen, self.held_out())
@@ -134,20 +133,12 @@ class Sources:
     ) -> None:
         if self.path(name).exists():
             return
-        unfinished = self.work / f".{name}.part"
-        make_prompts(
-            unfinished,
-            self.plan.num_prompts[name],
-            library,
-            self.held_out(),
-            shares,
-            self.options.seed,
-            own=own,
-        )
-        if not self.plan.has_template:
-            records = (json.loads(line) for line in unfinished.read_text(encoding="utf-8").splitlines())
-            write_whole(unfinished, _lines({"text": "\n\n".join(_turns(one)) + "\n\n"} for one in records))
-        unfinished.replace(self.path(name))
+        number, seed = self.plan.num_prompts[name], self.options.seed
+        with unfinished(self.path(name)) as path:
+            make_prompts(path, number, library, self.held_out(), shares, seed, own)
+            if not self.plan.has_template:
+                records = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+                write_whole(path, _lines({"text": "\n\n".join(_turns(one)) + "\n\n"} for one in records))
 
 
 def check_own(options: DraftOptions) -> None:
@@ -218,7 +209,7 @@ def _lines(records: Any) -> bytes:
     return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in records).encode()
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     try:
         return bool(metadata.version(name))
     except metadata.PackageNotFoundError:

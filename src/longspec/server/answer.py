@@ -6,15 +6,15 @@ import asyncio
 import secrets
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic_core import to_json
 
 from longspec import __version__
-from longspec.engine.sequence import Logprobs
 from longspec.server.schema import Asked, ChatRequest, StreamOptions
 from longspec.server.wire import End, Row
 from longspec.text import TextStream
@@ -78,14 +78,6 @@ class Piece:
     finish_reason: str | None
 
 
-class Vocabulary(Protocol):
-    """Tokens one by one, for logprobs."""
-
-    def spelled(self, token: int) -> tuple[str, list[int]]:
-        """A token's text and its bytes."""
-        ...
-
-
 @dataclass
 class Answer:
     """A request and its choices."""
@@ -93,7 +85,8 @@ class Answer:
     asked: Asked
     choices: list[Choice]
     model_name: str
-    vocabulary: Vocabulary
+    spell: Callable[[int], tuple[str, list[int]]]
+    """A token's own text and bytes."""
     begun: float
     """When the request came, by `time.perf_counter`."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -107,12 +100,10 @@ class Answer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more will come."""
         return all(choice.row.end is not None for choice in self.choices)
 
     @property
     def error(self) -> End | None:
-        """What kept the engine from answering."""
         ends = [choice.row.end for choice in self.choices]
         return next((end for end in ends if end is not None and end.error is not None), None)
 
@@ -213,9 +204,13 @@ class Answer:
         places = range(news.first, max(end, news.first))
         scores = [row.logprobs[place] for place in places]
         if self._is_chat:
-            told = [self._chat_logprob(row.tokens[place], row.logprobs[place]) for place in places]
+            told = []
+            for place in places:
+                chosen, top = row.logprobs[place]
+                others = [self._spelled(*one) for one in top]
+                told.append(self._spelled(row.tokens[place], chosen) | {"top_logprobs": others})
             return {"content": told, "refusal": None}
-        spell = self.vocabulary.spelled
+        spell = self.spell
         texts = [spell(row.tokens[place])[0] for place in places]
         *offsets, choice.num_spelled = accumulate(map(len, texts), initial=choice.num_spelled)
         return {
@@ -225,12 +220,8 @@ class Answer:
             "text_offset": offsets,
         }
 
-    def _chat_logprob(self, token: int, scores: Logprobs) -> dict[str, Any]:
-        top = [self._spelled(one, value) for one, value in scores[1]]
-        return self._spelled(token, scores[0]) | {"top_logprobs": top}
-
     def _spelled(self, token: int, logprob: float) -> dict[str, Any]:
-        text, raw = self.vocabulary.spelled(token)
+        text, raw = self.spell(token)
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": raw}
 
 
@@ -243,7 +234,6 @@ class Speculation:
         """Rounds that had a token accepted at each depth."""
 
     def add(self, row: Row) -> None:
-        """Count a row's rounds, once it has ended."""
         if row.end is None:
             return
         self.num_steps += row.end.num_steps

@@ -92,12 +92,10 @@ class _Front:
         self._service, self._api_keys = service, api_keys
 
     async def models(self, request: Request) -> Response:
-        """The one model that is served."""
         self._authorise(request)
         return _json({"object": "list", "data": [self._service.about_model()]})
 
     async def model(self, request: Request) -> Response:
-        """What is known of it."""
         self._authorise(request)
         name = request.path_params["name"]
         if name != self._service.facts.name:
@@ -105,11 +103,9 @@ class _Front:
         return _json(self._service.about_model())
 
     async def chat(self, request: Request) -> Response:
-        """The next message of a conversation."""
         return await self._answer(request, ChatRequest)
 
     async def complete(self, request: Request) -> Response:
-        """The continuation of a text."""
         return await self._answer(request, CompletionRequest)
 
     async def health(self, _: Request) -> Response:
@@ -120,12 +116,10 @@ class _Front:
         )
 
     async def metrics(self, _: Request) -> Response:
-        """For Prometheus."""
         told = self._service.metrics.told(await self._service.link.status())
         return Response(told, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def tell_error(self, _: Request, error: Exception) -> Response:
-        """In OpenAI's form."""
         assert isinstance(error, ApiError)
         self._service.metrics.note_refused(error.status)
         return _json(error.body(), error.status, error.headers)

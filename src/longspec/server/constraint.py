@@ -24,7 +24,6 @@ class Grammars:
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        """The tokenizer as llguidance needs it."""
         maker = self._maker
         try:
             return from_tokenizer(maker.encoder.tokenizer, maker.vocab_size, sorted(maker.eos_ids))
@@ -46,7 +45,6 @@ class Grammars:
         return grammar
 
     def constraint(self, grammar: str) -> JsonConstraint:
-        """What holds one answer to a grammar."""
         return JsonConstraint(LLMatcher(self.tokenizer, grammar))
 
 

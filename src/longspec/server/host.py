@@ -12,19 +12,7 @@ from longspec.api import LongSpec
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 from longspec.server.constraint import Grammars
-from longspec.server.wire import (
-    Ask,
-    AskStatus,
-    Cancel,
-    End,
-    Facts,
-    Message,
-    News,
-    Status,
-    framed,
-    receive,
-    send,
-)
+from longspec.server.wire import Ask, AskStatus, Cancel, End, Facts, Message, News, Status, receive, send
 from longspec.text import TextStream
 
 
@@ -150,4 +138,4 @@ class Host:
         """Send what is in the outbox; pickling takes time that the leading thread does not have."""
         with contextlib.suppress(OSError):  # the front is gone, which whoever reads sees as well
             while (message := self._outbox.get()) is not None:
-                self._link.sendall(framed(message))
+                send(self._link, message)

@@ -31,7 +31,6 @@ class Link:
 
     @property
     def num_open(self) -> int:
-        """Rows that have not ended."""
         return len(self._open)
 
     async def connect(self, on_lost: Callable[[], None]) -> None:
@@ -41,7 +40,6 @@ class Link:
         self._task = asyncio.create_task(self._read(reader))
 
     async def close(self) -> None:
-        """Say goodbye."""
         self._task.cancel()
         self._writer.close()
 
@@ -65,13 +63,11 @@ class Link:
         return rows
 
     def cancel(self, numbers: list[int]) -> None:
-        """Give up those that have not ended."""
         left = [number for number in numbers if self._open.pop(number, None) is not None]
         if left:
             self._send(Cancel(left))
 
     async def status(self) -> Status:
-        """How the engine is."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         self._send(AskStatus())

@@ -75,7 +75,6 @@ class Metrics:
             self._by_position.labels(self._name, str(depth - 1)).inc(count)
 
     def note_refused(self, status: int) -> None:
-        """Count a request that was not answered."""
         self._refused.labels(self._name, str(status)).inc()
 
     def told(self, status: Status) -> bytes:

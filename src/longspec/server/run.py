@@ -57,14 +57,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """Where a client on this machine finds the server."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{port}"
 
 
 def read_api_keys(path: str) -> list[str]:
-    """The keys of a file, one a line."""
     keys = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     if not keys:
         raise UserError(f"{path} holds no key; write at least one line")
@@ -90,19 +88,16 @@ class BoundedProtocol(HttpToolsProtocol):
     _is_in_head = False
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         super().data_received(data)
         self._head_size += len(data)
         if self._is_in_head and self._head_size > _MOST_HEAD and not self.transport.is_closing():
             self.send_400_response(f"The head of a request may have {_MOST_HEAD} bytes.")
 
     def on_message_begin(self) -> None:
-        """See httptools."""
         super().on_message_begin()
         self._head_size, self._is_in_head = 0, True
 
     def on_headers_complete(self) -> None:
-        """See httptools."""
         self._is_in_head = False
         super().on_headers_complete()
 
@@ -131,7 +126,6 @@ class FrontServer(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
         await super().startup(sockets)
         if self.started:
             self._on_ready()

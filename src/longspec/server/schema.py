@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -96,7 +96,7 @@ class ResponseFormat(Strict):
         return self
 
 
-class Asked(Strict):
+class _Asked(Strict):
     """What chat and plain completions share."""
 
     neutral = {
@@ -132,7 +132,7 @@ class Asked(Strict):
     """The answer is given up after so long, if the server's own limit is not shorter."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Asked:
+    def _fits_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options belongs to stream: true")
         if self.explain and not self.stream:
@@ -151,23 +151,11 @@ class Asked(Strict):
 
     @property
     def num_new(self) -> int | None:
-        """The most tokens of an answer."""
         return self.max_tokens
 
     @property
-    def num_logprobs(self) -> int | None:
-        """See `Sequence.num_logprobs`."""
-        raise NotImplementedError
-
-    @property
     def num_answers(self) -> int:
-        """Choices of all prompts."""
         return self.n
-
-    @property
-    def size(self) -> int:
-        """Characters or token ids of all prompts."""
-        raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
         """What `longspec.options.read_options` takes; what was left out follows the model."""
@@ -184,10 +172,10 @@ class Asked(Strict):
         }
 
 
-class ChatRequest(Asked):
+class ChatRequest(_Asked):
     """The body of /v1/chat/completions."""
 
-    neutral = Asked.neutral | {
+    neutral = _Asked.neutral | {
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "parallel_tool_calls": (True, False),
@@ -210,46 +198,43 @@ class ChatRequest(Asked):
 
     @property
     def num_new(self) -> int | None:
-        """Under either name."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `Sequence.num_logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def size(self) -> int:
-        """See `Asked`."""
+        """Characters or token ids of all prompts."""
         return sum(len(one.content) for one in self.messages)
 
 
-class CompletionRequest(Asked):
+class CompletionRequest(_Asked):
     """The body of /v1/completions."""
 
-    neutral = Asked.neutral | {"echo": (False,), "best_of": (1,)}
+    neutral = _Asked.neutral | {"echo": (False,), "best_of": (1,)}
 
     prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `Sequence.num_logprobs`."""
         return self.logprobs
 
     @property
     def num_answers(self) -> int:
-        """See `Asked`."""
         return self.n * len(self.prompts)
 
     @property
     def size(self) -> int:
-        """See `Asked`."""
         return sum(map(len, self.prompts))
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Those that were given, one or several."""
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]
         return list(self.prompt)  # type: ignore[arg-type]
+
+
+Asked = ChatRequest | CompletionRequest

@@ -22,7 +22,7 @@ from longspec.server.errors import ApiError
 from longspec.server.link import Link
 from longspec.server.metrics import Metrics
 from longspec.server.pace import Pacer
-from longspec.server.schema import Asked, ChatRequest, CompletionRequest
+from longspec.server.schema import Asked, ChatRequest
 from longspec.server.wire import Facts, Row
 from longspec.text import TextStream
 
@@ -69,7 +69,7 @@ class Service:
         # first in the engine's line, and long ones by another, because they take up to seconds.
         self._workers = [ThreadPoolExecutor(1, f"longspec-{size}-prompts") for size in ("short", "long")]
         self._pacer = Pacer()
-        self.spelled = lru_cache(100_000)(self._spell)
+        self._spelled = lru_cache(100_000)(self._spell)
 
     @asynccontextmanager
     async def running(self, on_lost: Callable[[], None]) -> AsyncIterator[None]:
@@ -89,7 +89,6 @@ class Service:
         return self._num_coming + self.link.num_open
 
     def about_model(self) -> dict[str, Any]:
-        """What /v1/models tells."""
         facts = self.facts
         return {
             "id": facts.name,
@@ -131,7 +130,7 @@ class Service:
             raise ApiError(400, str(error), "invalid_value") from error
         finally:
             self._num_coming -= asked.num_answers
-        answer = Answer(asked, [], self.facts.name, self, begun)
+        answer = Answer(asked, [], self.facts.name, self._spelled, begun)
 
         def on_news(row: Row) -> None:
             if row.end is not None or (asked.stream and len(row.times) == 1):
@@ -182,7 +181,6 @@ class Service:
             )
 
     def _prepare(self, asked: Asked) -> tuple[list[Sequence], list[TextStream], str | None]:
-        """Tokenise the prompts and make the sequences."""
         prompts = self._prompts(asked)
         settings = read_options(asked.options() | self._method(asked))
         self._check_length(asked, max(map(len, prompts)))
@@ -205,7 +203,6 @@ class Service:
         encoder, size = self.facts.maker.encoder, self.facts.maker.vocab_size
         if isinstance(asked, ChatRequest):
             return [encoder.encode([one.as_prompt() for one in asked.messages], False, size)]
-        assert isinstance(asked, CompletionRequest)
         if not asked.prompts:
             raise UserError("prompt is empty; give at least one")
         return [encoder.encode(one, True, size) for one in asked.prompts]

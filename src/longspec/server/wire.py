@@ -110,7 +110,6 @@ class Row:
 
 
 def framed(message: Message) -> bytes:
-    """A message as it crosses."""
     body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _SIZE.pack(len(body)) + body
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from longspec.train.command import main
+from longspec.cli.main import main
 
-sys.exit(main())
+sys.exit(main(["train", *sys.argv[1:]]))

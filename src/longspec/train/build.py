@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 
 import torch
 
@@ -22,6 +23,20 @@ from longspec.train.schema import StageSettings, TrainSettings
 
 # Of the tokens that are learnt, so many may a draft propose whose vocabulary is chosen by the data.
 _COVERAGE = 0.998
+_LEAST = {
+    "stage.batch": 1,
+    "stage.micro_batch": 0,  # as many as fit
+    "stage.accumulation": 1,
+    "stage.lags": 1,
+    "stage.num_steps": 1,
+    "saving.save_steps": 1,
+    "saving.keep": 1,
+    "saving.log_steps": 1,
+    "evaluation.every": 0,  # never
+    "evaluation.new_tokens": 1,
+    "evaluation.gamma": 1,
+    "evaluation.prompt_tokens": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -65,26 +80,12 @@ def _check(settings: TrainSettings, mixture: Mixture) -> None:
     for name, value in asdict(stage).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"stage.{name} is {value}; a finite number is needed")
-    if settings.evaluation.every < 0:
-        raise UserError(f"evaluation.every is {shown(settings.evaluation.every)}; 0 is never")
     if not 0 <= settings.seed < 2**32:
         raise UserError(f"seed is {shown(settings.seed)}; it must lie between 0 and {2**32 - 1}")
-    least = {
-        "stage.batch": stage.batch,
-        "stage.micro_batch": stage.micro_batch or 1,
-        "stage.accumulation": stage.accumulation,
-        "stage.lags": stage.lags,
-        "stage.num_steps": 1 if stage.num_steps is None else stage.num_steps,
-        "evaluation.new_tokens": settings.evaluation.new_tokens,
-        "saving.save_steps": settings.saving.save_steps,
-        "saving.keep": settings.saving.keep,
-        "saving.log_steps": settings.saving.log_steps,
-        "evaluation.gamma": settings.evaluation.gamma,
-        "evaluation.prompt_tokens": settings.evaluation.prompt_tokens,
-    }
-    for name, value in least.items():
-        if not 1 <= value < 2**31:
-            raise UserError(f"{name} is {shown(value)}; it must be at least 1, and below {2**31}")
+    for name, least in _LEAST.items():
+        value = attrgetter(name)(settings)
+        if value is not None and not least <= value < 2**31:
+            raise UserError(f"{name} is {shown(value)}; it must be at least {least}, and below {2**31}")
     if not 0 < stage.lag_decay <= 1:
         raise UserError(f"stage.lag_decay is {stage.lag_decay}; it is a share, above 0 and at most 1")
     if stage.lag_decay < 1 and stage.lags > 1:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from longspec.errors import UserError, shown
+from longspec.errors import UserError, reason_of
 from longspec.models.files import write_whole
 from longspec.records import read_record
 
@@ -147,9 +147,8 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = shown(" ".join(str(error).split()), quoted=False) or type(error).__name__
         raise UserError(
-            f"cannot read {path}: {reason}; remove that checkpoint to go on from the one before"
+            f"cannot read {path}: {reason_of(error)}; remove that checkpoint to go on from the one before"
         ) from error
 
 

@@ -26,7 +26,6 @@ from longspec.records import read_yaml
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `longspec train` and of `python -m longspec.train`."""
     parser.add_argument("overrides", nargs="*", metavar="NAME=VALUE", help="settings, as Hydra reads them")
     parser.add_argument(
         "--config-name",
@@ -87,6 +86,9 @@ def _run_stages(overrides: list[str], arguments: argparse.Namespace) -> int:
 
 def _stage_configs(whole: Any, overrides: list[str], arguments: argparse.Namespace) -> list[Any]:
     folder, previous = Path(whole.run), whole.draft.path
+    # What chooses the experiment comes before a stage's own settings.
+    chosen = [one for one in overrides if one.lstrip("+").startswith("experiment=")]
+    values = [one for one in overrides if one not in chosen]
     configs = []
     for name, settings in whole.stages.items():
         # The user's overrides come last and win, but each stage has its own name and folder.
@@ -94,7 +96,7 @@ def _stage_configs(whole: Any, overrides: list[str], arguments: argparse.Namespa
         start = previous if arguments.only is None else _start_alone(whole, str(name))
         own += [] if start is None else [f"draft.path={start}"]
         if arguments.only in (None, name):
-            every = [*_groups(overrides), *settings, *_values(overrides), *own]
+            every = [*chosen, *settings, *values, *own]
             configs.append(compose_config(every, arguments.config_dir))
         previous = folder / str(name)
     return configs
@@ -122,17 +124,7 @@ def _train(config: Any) -> bool:
     return True
 
 
-def _groups(overrides: list[str]) -> list[str]:
-    """The overrides that choose the experiment, which come before a stage's own settings."""
-    return [one for one in overrides if one.lstrip("+").startswith("experiment=")]
-
-
-def _values(overrides: list[str]) -> list[str]:
-    return [one for one in overrides if one not in _groups(overrides)]
-
-
 def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> Any:
-    """The settings as Hydra composes them from the groups and these overrides."""
     try:
         from hydra import compose, initialize_config_module
         from hydra.core.config_store import ConfigStore
@@ -158,7 +150,6 @@ def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> A
 
 
 def _complete(config: Any) -> Any:
-    """Refuse settings that lack a required value."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -191,19 +182,3 @@ def _print_config(config: Any) -> None:
 def _say(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m longspec.train`: the same as `longspec train`, for launchers."""
-    parser = argparse.ArgumentParser(
-        prog="python -m longspec.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(argv))
-    except (UserError, OSError) as error:
-        text = repr(" ".join(str(error).split()))[1:-1]  # one line, without control characters
-        print(f"longspec: error: {text}", file=sys.stderr)
-        return 2

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspec.errors import UserError, shown
+from longspec.errors import UserError, reason_of, shown
 from longspec.models.draft import GlideDraft
 from longspec.models.target import Transformer
 from longspec.train.parallel import check_tp, split_target
@@ -85,7 +85,6 @@ def _leave() -> None:
 
 
 def local_device(name: str) -> torch.device:
-    """The device of this process among those of its machine."""
     from longspec.models.placement import pick_device
 
     device = pick_device(name)
@@ -101,7 +100,6 @@ def local_device(name: str) -> torch.device:
 
 
 def zero_stage(settings: dict[str, Any]) -> int:
-    """The ZeRO stage that DeepSpeed's settings name."""
     zero = settings.get("zero_optimization", {})
     stage = zero.get("stage", 0) if isinstance(zero, dict) else zero
     if stage not in (0, 1, 2, 3):
@@ -117,8 +115,7 @@ def _settings_explained() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, AttributeError, KeyError, AssertionError) as error:
-        reason = shown(" ".join(str(error).split()), quoted=False) or type(error).__name__
-        raise UserError(f"DeepSpeed refuses the settings in deepspeed.config: {reason}") from error
+        raise UserError(f"DeepSpeed refuses the settings in deepspeed.config: {reason_of(error)}") from error
 
 
 class TrainingEngine:
@@ -210,13 +207,11 @@ class TrainingEngine:
             ) from error
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote."""
         path, _ = self.draft.load_checkpoint(str(folder), tag=_TAG)
         if path is None:
             raise UserError(f"the checkpoint {folder} has no state of this optimizer")
 
     def wait(self) -> None:
-        """Wait until every process has come here."""
         if self.processes.world_size > 1:
             dist.barrier()
 

@@ -64,10 +64,7 @@ def prompts_of(sequences: Many[Packed], num_tokens: int) -> list[list[int]]:
 
 
 def continuations(
-    target: Transformer,
-    prompts: list[list[int]],
-    num_tokens: int,
-    eos_ids: frozenset[int],
+    target: Transformer, prompts: list[list[int]], num_tokens: int, eos_ids: frozenset[int]
 ) -> list[Continuation]:
     """Let the target continue each prompt greedily. If it is sharded, all processes must do this together."""
     texts = [Sequence(prompt, num_tokens, eos_ids=eos_ids, method=VANILLA) for prompt in prompts]

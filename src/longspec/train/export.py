@@ -21,7 +21,7 @@ from longspec.models.draft_files import (
     read_draft_record,
     read_tensors,
 )
-from longspec.models.files import write_whole
+from longspec.models.files import unfinished, write_whole
 from longspec.models.placement import pick_device, pick_dtype
 from longspec.records import read_yaml
 from longspec.train.checkpoints import newest_of, read_state, stage_runs
@@ -59,10 +59,8 @@ def export(run: Path, output: Path, dtype: str = "auto") -> Path:
         raise UserError(f"{output} is not empty: give a new folder")
     stages = _stages(stage_runs(run)[-1])
     last = stages[-1].settings
-    building = output.with_name(f".building-{output.name}")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    try:
+    with unfinished(output) as building:
+        building.mkdir()
         tensors = read_tensors(checkpoint / "draft")
         wanted = last["target"]["dtype"] if dtype == "auto" else dtype
         export_dtype = pick_dtype(wanted, pick_device("auto"))
@@ -78,14 +76,7 @@ def export(run: Path, output: Path, dtype: str = "auto") -> Path:
         record = read_draft_record(checkpoint / "draft")
         if record is None:
             raise UserError(f"{checkpoint / 'draft'} has no config.json of a draft")
-        card = model_card(stages, record)
-        write_whole(building / "README.md", card.encode())
-        if output.exists():
-            output.rmdir()
-        building.rename(output)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
+        write_whole(building / "README.md", model_card(stages, record).encode())
     return output
 
 

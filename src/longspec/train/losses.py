@@ -55,15 +55,11 @@ def head_loss(
     if soft and teacher is None:
         raise ValueError("soft targets need the target's hidden states")
     if not soft and hidden.is_cuda and importlib.util.find_spec("liger_kernel"):
-        return _liger(hidden, head, labels)
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        return LigerFusedLinearCrossEntropyLoss(reduction="sum")(head, hidden, labels)
     loss: Tensor = _ChunkedLoss.apply(hidden, head, labels, teacher, soft, chunk)  # type: ignore[no-untyped-call]
     return loss
-
-
-def _liger(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    return LigerFusedLinearCrossEntropyLoss(reduction="sum")(head, hidden, labels)
 
 
 def score(hidden: Tensor, head: Tensor) -> Tensor:

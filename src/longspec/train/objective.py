@@ -138,7 +138,6 @@ class Objective:
         return self.target.rope.forward(layout.positions)
 
     def head(self) -> Tensor:
-        """The draft's part of the target's head."""
         ids, weight = self.draft.vocab_ids, self.target.head.weight
         return weight if ids is None else weight[ids]
 

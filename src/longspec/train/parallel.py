@@ -19,7 +19,6 @@ from longspec.models.target import Transformer
 
 
 def check_tp(config: ModelConfig, tp_size: int, world_size: int, zero_stage: int) -> None:
-    """Refuse settings with which the target cannot be split."""
     if tp_size < 1 or world_size % tp_size:
         raise UserError(f"tp_size {tp_size} does not divide the {world_size} processes")
     if tp_size == 1:

@@ -149,7 +149,6 @@ def training_bar(label: str, total: int, done: int, show: bool) -> Iterator[Any]
 
 
 def summary(values: Values) -> str:
-    """The figures of a step in one line."""
     parts = []
     if "loss" in values:
         parts += [f"loss {values['loss']:.3f}", f"target {values['target_loss']:.3f}"]

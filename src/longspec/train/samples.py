@@ -84,7 +84,6 @@ class Mixture:
 
 
 def _join(parts: Sequence[Packed]) -> Packed:
-    """Join sequences of equal length."""
     if len(parts) == 1:
         return parts[0]
     length = len(parts[0].tokens)
@@ -103,7 +102,6 @@ class Order:
     seed: int
 
     def index(self, sample: int) -> int:
-        """The index of the sequence of a sample."""
         epoch, place = divmod(sample, self.num_sequences)
         return int(_permutation(self.num_sequences, self.seed, epoch)[place])
 

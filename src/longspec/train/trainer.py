@@ -90,7 +90,6 @@ def divided(stage: StageSettings, parts: Parts, processes: Processes, device: to
 
 
 def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
-    """Refuse the folder of another run."""
     if settings.resume not in (None, "latest"):
         raise UserError(f"resume is {settings.resume!r}; the one choice is latest")
     if not (run / CONFIG).is_file():
@@ -104,7 +103,6 @@ def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
 
 
 def read_settings(run: Path) -> RunSettings:
-    """The settings that a run started with."""
     found = read_yaml(run / CONFIG, RunSettings)
     if len(found) != 1:
         raise UserError(f"cannot read {run / CONFIG}: it has {len(found)} documents; one is needed")
@@ -279,7 +277,6 @@ class Trainer:
         self.sums.probes.append(probes)
 
     def _log(self, step: int, loggers: list[Logger], update: Callable[..., None]) -> None:
-        """Report the means since the last report."""
         sums, self.sums = self.sums, _Sums()
         loss = float(self.engine.sum(torch.stack(sums.loss).double().sum())) / sums.num_queries
         probes = torch.cat(sums.probes).double()
@@ -365,7 +362,8 @@ class Trainer:
         if self.processes.first:
             found = self.acceptance
             draft = GlideDraft(self.parts.pair.target.config, self.parts.pair.draft.config)
-            draft.load_state_dict(weights | _buffers(self.parts.pair.draft))
+            buffers = {name: buffer.cpu() for name, buffer in self.parts.pair.draft.named_buffers()}
+            draft.load_state_dict(weights | buffers)
             table = None if found is None else {"chain": found.chain}
             save_draft(draft, building / "draft", self.fingerprint, self.settings.target.path, table)
         self.engine.wait()
@@ -378,7 +376,3 @@ class Trainer:
             }
             checkpoints.finish(self.folder, step, state, self.settings.saving.keep)
         self.engine.wait()
-
-
-def _buffers(draft: GlideDraft) -> dict[str, torch.Tensor]:
-    return {name: buffer.cpu() for name, buffer in draft.named_buffers() if buffer is not None}

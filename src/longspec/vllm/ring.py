@@ -42,7 +42,6 @@ class BatchRing:
 
     @property
     def dump_row(self) -> int:
-        """The row that nobody reads."""
         return len(self.keys) - 1
 
     def put(self, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:

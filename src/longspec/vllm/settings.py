@@ -33,7 +33,6 @@ class DraftSettings:
         return own if self.eager is None else own | {"enforce_eager": self.eager}
 
     def additional_config(self) -> dict[str, Any]:
-        """What the proposer reads back in vLLM's worker."""
         return {SECTION: {"draft": str(self.folder)}}
 
 

@@ -20,9 +20,7 @@ from longspec.models.target import Transformer
 class ServedTarget(Protocol):
     """The target as vLLM has loaded it."""
 
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """The embeddings of tokens."""
-        ...
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor: ...
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """The head's scores of final hidden states [B, E]."""

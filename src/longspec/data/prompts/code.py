@@ -6,16 +6,15 @@ from random import Random
 from typing import Any
 
 from longspec.data.prompts.library import Library
-from longspec.data.prompts.wordings import wordings, words
+from longspec.data.prompts.wordings import filled, wordings, words
 
 
 def code_tasks(rng: Random, library: Library) -> dict[str, Any]:
-    """Something to program, or to say about programs."""
     chance = rng.random()
     if chance < 0.2 and library.has_sources:
         function = library.function(rng)
-        asked = rng.choice(wordings("code", "about")).replace("{name}", function.name)
-        return {"prompt": asked.replace("{}", function.whole)}
+        asked = rng.choice(wordings("code", "about"))
+        return {"prompt": filled(asked, function.whole, name=function.name)}
     if chance < 0.25:
         query, tables = rng.choice(wordings("code", "queries")), rng.choice(wordings("code", "tables"))
         return {"prompt": rng.choice(wordings("code", "sql")).format(d=query, t=tables)}

@@ -64,7 +64,6 @@ def _example(style: str, call: str, found: str) -> list[str]:
 
 
 def _draw(argument: str, rng: Random) -> Any:
-    """A value for an argument of this name."""
     number = rng.randint(3, 7)
     names = [name.lower() for name in words("names")]
     made: dict[str, Callable[[], Any]] = {

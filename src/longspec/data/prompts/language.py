@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from longspec.data.prompts.library import Library
-from longspec.data.prompts.wordings import sections, wordings, words
+from longspec.data.prompts.wordings import filled, sections, wordings, words
 
 
 def _english(rng: Random, library: Library) -> str:
@@ -36,17 +36,8 @@ def translation(rng: Random, library: Library) -> dict[str, Any]:
     if chance < 0.2:
         known, lines = rng.choice(list(sections("language", "in ").items()))
         text = " ".join(rng.sample(lines, rng.choice((1, 1, 2, 3))))
-        return {
-            "prompt": rng.choice(wordings("language", "from"))
-            .replace("{k}", known)
-            .replace("{l}", language)
-            .replace("{}", text)
-        }
-    prompt = (
-        rng.choice(wordings("language", "into"))
-        .replace("{l}", language)
-        .replace("{}", _english(rng, library))
-    )
+        return {"prompt": filled(rng.choice(wordings("language", "from")), text, k=known, l=language)}
+    prompt = filled(rng.choice(wordings("language", "into")), _english(rng, library), l=language)
     if chance < 0.3:
         other = rng.choice(wordings("language", "languages"))
         then = (
@@ -67,14 +58,9 @@ def sentence_work(rng: Random, library: Library) -> dict[str, Any]:
     listed = ", ".join(rng.sample([*words("things"), *words("places"), *words("names")], rng.randint(3, 7)))
     place = rng.randrange(len(parts))
     bad = " ".join([*parts[:place], parts[place][::-1], *parts[place + 1 :]]).lower()
-    values = {
-        "{half}": half,
-        "{list}": listed,
-        "{bad}": bad,
-        "{bare}": text.lower().replace(",", "").replace(".", ""),
+    bare = text.lower().replace(",", "").replace(".", "")
+    word, tone = rng.choice(parts).strip('.,;:"!?').lower(), rng.choice(words("tones"))
+    template = rng.choice(wordings("language", "sentences"))
+    return {
+        "prompt": filled(template, text, half=half, list=listed, bad=bad, bare=bare, word=word, tone=tone)
     }
-    values |= {"{word}": rng.choice(parts).strip('.,;:"!?').lower(), "{tone}": rng.choice(words("tones"))}
-    prompt = rng.choice(wordings("language", "sentences"))
-    for mark, value in values.items():
-        prompt = prompt.replace(mark, value)
-    return {"prompt": prompt.replace("{}", text)}

@@ -7,9 +7,10 @@ import bisect
 import itertools
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from longspec.data.collect import SOURCE
 from longspec.data.records import read_records
@@ -52,12 +53,10 @@ class Library:
 
     @property
     def has_books(self) -> bool:
-        """Whether there is prose to quote."""
         return bool(self._books.texts)
 
     @property
     def has_sources(self) -> bool:
-        """Whether there is code to quote."""
         return bool(self._sources.texts)
 
     def long_size(self, rng: Random) -> int:
@@ -115,6 +114,10 @@ class Library:
             if self._functions[index]:
                 return rng.choice(self._functions[index])
         raise UserError("the sources have hardly any documented functions; collect other packages")
+
+
+Maker = Callable[[Random, Library], dict[str, Any]]
+"""Makes a prompt of one kind: a record with `prompt`, `turns` or `messages`."""
 
 
 class _Shelf:

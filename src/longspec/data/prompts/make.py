@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -14,10 +13,10 @@ from typing import Any
 
 from longspec.data.held_out import HeldOut
 from longspec.data.prompts import code, functions, language, maths, passages, writing
-from longspec.data.prompts.library import Library
+from longspec.data.prompts.library import Library, Maker
 from longspec.errors import UserError
+from longspec.models.files import unfinished
 
-Maker = Callable[[Random, Library], dict[str, Any]]
 # How often another prompt is tried in the place of one that is there already or held out.
 _TRIES = 100
 # A prompt of the user is answered so many times, at different temperatures.
@@ -38,19 +37,19 @@ KINDS: dict[str, Kind] = {
     "maths": Kind(maths.maths, 8),
     "code": Kind(code.code_tasks, 9),
     "function_heads": Kind(functions.function_heads, 9),
-    "summaries": Kind(passages.summaries, 12, needs_books=True),
-    "extraction": Kind(passages.extraction, 4, needs_books=True),
+    "summaries": Kind(passages.quoting("summarise", 500, 3000), 12, needs_books=True),
+    "extraction": Kind(passages.quoting("extract", 300, 1800), 4, needs_books=True),
     "rewriting": Kind(passages.rewriting, 5, needs_books=True),
-    "questions_on_text": Kind(passages.questions_on_text, 5, needs_books=True),
+    "questions_on_text": Kind(passages.quoting("ask", 300, 2200), 5, needs_books=True),
     "retrieval": Kind(passages.retrieval, 6, needs_books=True),
     "translation": Kind(language.translation, 11),
     "sentences": Kind(language.sentence_work, 5),
-    "explanations": Kind(writing.explanations, 7),
-    "lists": Kind(writing.lists, 5),
-    "letters": Kind(writing.letters, 4),
-    "stories": Kind(writing.stories, 4),
-    "advice": Kind(writing.advice, 5),
-    "structured": Kind(writing.structured, 4),
+    "explanations": Kind(writing.asking("explain"), 7),
+    "lists": Kind(writing.asking("lists"), 5),
+    "letters": Kind(writing.asking("letters"), 4),
+    "stories": Kind(writing.asking("stories"), 4),
+    "advice": Kind(writing.asking("advice"), 5),
+    "structured": Kind(writing.asking("json"), 4),
     "reports": Kind(writing.reports, 3),
     "roles": Kind(writing.roles, 3),
     "conversations": Kind(writing.conversations, 6),
@@ -79,7 +78,6 @@ def make_prompts(
     held_out: HeldOut,
     shares: Mapping[str, float] | None = None,
     seed: int = 0,
-    on_prompt: Callable[[int], None] = lambda number: None,
     own: Sequence[dict[str, Any]] = (),
 ) -> Made:
     """Write a JSONL of so many different prompts: `id`, `kind`, and `prompt`, `turns` or `messages`.
@@ -93,25 +91,18 @@ def make_prompts(
     dropped: Counter[str] = Counter()
     seen: set[bytes] = set()
     characters = 0
-    unfinished = output.with_name(f".{output.name}.part")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            for index in range(number):
-                rng = Random(f"{seed} {index}")
-                if index % 2 and index // 2 < _OWN_TIMES * len(own):
-                    kind, record = "own", own[index // 2 % len(own)]
-                else:
-                    kind = rng.choices(names, weights)[0]
-                    record = _fresh(rng, kind, library, held_out, seen, dropped)
-                line = json.dumps(record | {"id": f"{kind}-{index}", "kind": kind}, ensure_ascii=False)
-                file.write(line + "\n")
-                counts[kind] += 1
-                characters += len(line)
-                on_prompt(1)
-        os.replace(unfinished, output)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with unfinished(output) as path, open(path, "w", encoding="utf-8") as file:
+        for index in range(number):
+            rng = Random(f"{seed} {index}")
+            if index % 2 and index // 2 < _OWN_TIMES * len(own):
+                kind, record = "own", own[index // 2 % len(own)]
+            else:
+                kind = rng.choices(names, weights)[0]
+                record = _fresh(rng, kind, library, held_out, seen, dropped)
+            line = json.dumps(record | {"id": f"{kind}-{index}", "kind": kind}, ensure_ascii=False)
+            file.write(line + "\n")
+            counts[kind] += 1
+            characters += len(line)
     return Made(dict(counts.most_common()), characters, dropped["held out"], dropped["repeated"])
 
 
@@ -136,7 +127,6 @@ def _fresh(
 
 
 def _texts(record: dict[str, Any]) -> list[str]:
-    """What is said in it."""
     if "messages" in record:
         return [message["content"] for message in record["messages"]]
     return record["turns"] if "turns" in record else [record["prompt"]]

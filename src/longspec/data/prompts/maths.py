@@ -10,7 +10,6 @@ from longspec.data.prompts.wordings import wordings, words
 
 
 def maths(rng: Random, library: Library) -> dict[str, Any]:
-    """A word problem or a sum."""
     problem = rng.choice(wordings("maths", "stories" if rng.random() < 0.7 else "plain"))
     return {"prompt": rng.choice(wordings("maths", "asked")).format(problem.format(**_values(rng, problem)))}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from longspec.data.prompts.library import Library, names_in
-from longspec.data.prompts.wordings import wordings, words
+from longspec.data.prompts.library import Library, Maker, names_in
+from longspec.data.prompts.wordings import filled, wordings, words
 
 # Characters that a passage takes among others.
 _RETRIEVED = 500
@@ -15,25 +15,22 @@ _RETRIEVED = 500
 def _filled(rng: Random, template: str, text: str) -> dict[str, Any]:
     names = names_in(text) or ["the narrator"]
     values = {
-        "{name}": rng.choice(names[:4]),
-        "{n}": str(rng.randint(2, 6)),
-        "{words}": str(rng.choice((20, 30, 50, 80, 100))),
-        "{tone}": rng.choice(words("tones")),
-        "{who}": rng.choice(words("audiences")),
+        "name": rng.choice(names[:4]),
+        "n": str(rng.randint(2, 6)),
+        "words": str(rng.choice((20, 30, 50, 80, 100))),
+        "tone": rng.choice(words("tones")),
+        "who": rng.choice(words("audiences")),
     }
-    for place, value in values.items():
-        template = template.replace(place, value)
-    return {"prompt": template.replace("{}", text)}
+    return {"prompt": filled(template, text, **values)}
 
 
-def summaries(rng: Random, library: Library) -> dict[str, Any]:
-    """A passage to be summed up."""
-    return _filled(rng, rng.choice(wordings("passages", "summarise")), library.passage(rng, 500, 3000))
+def quoting(section: str, least: int, most: int) -> Maker:
+    """Makes prompts about one passage of so many characters."""
 
+    def make(rng: Random, library: Library) -> dict[str, Any]:
+        return _filled(rng, rng.choice(wordings("passages", section)), library.passage(rng, least, most))
 
-def extraction(rng: Random, library: Library) -> dict[str, Any]:
-    """A passage to take something out of."""
-    return _filled(rng, rng.choice(wordings("passages", "extract")), library.passage(rng, 300, 1800))
+    return make
 
 
 def rewriting(rng: Random, library: Library) -> dict[str, Any]:
@@ -41,11 +38,6 @@ def rewriting(rng: Random, library: Library) -> dict[str, Any]:
     short = rng.random() < 0.4
     text = " ".join(library.sentence(rng) for _ in range(rng.randint(1, 2))) if short else None
     return _filled(rng, rng.choice(wordings("passages", "rewrite")), text or library.passage(rng, 300, 1500))
-
-
-def questions_on_text(rng: Random, library: Library) -> dict[str, Any]:
-    """A passage and a question about it."""
-    return _filled(rng, rng.choice(wordings("passages", "ask")), library.passage(rng, 300, 2200))
 
 
 def retrieval(rng: Random, library: Library) -> dict[str, Any]:
@@ -67,9 +59,7 @@ def _retrieve(rng: Random, library: Library, number: int) -> dict[str, Any]:
     )
     label = rng.choice(wordings("passages", "labels"))
     joined = "\n\n".join(label.format(number) + text for number, text in enumerate(texts, 1))
-    return {
-        "prompt": rng.choice(wordings("passages", "retrieve")).replace("{q}", asked).replace("{}", joined)
-    }
+    return {"prompt": filled(rng.choice(wordings("passages", "retrieve")), joined, q=asked)}
 
 
 def long_texts(rng: Random, library: Library) -> dict[str, Any]:

@@ -13,7 +13,6 @@ _SECTION = "== "
 
 
 def wordings(file: str, section: str) -> tuple[str, ...]:
-    """The lines of a section."""
     return _read(file)[section]
 
 
@@ -27,6 +26,13 @@ def sections(file: str, prefix: str) -> dict[str, tuple[str, ...]]:
 def words(section: str) -> tuple[str, ...]:
     """The words of a section of words.txt, which all kinds share."""
     return wordings("words", section)
+
+
+def filled(template: str, quoted: str, **values: str) -> str:
+    """A wording with its places filled; what is quoted comes last, because it may have braces of its own."""
+    for place, value in values.items():
+        template = template.replace(f"{{{place}}}", value)
+    return template.replace("{}", quoted)
 
 
 @cache

@@ -6,7 +6,7 @@ import re
 from random import Random
 from typing import Any
 
-from longspec.data.prompts.library import Library
+from longspec.data.prompts.library import Library, Maker
 from longspec.data.prompts.wordings import wordings, words
 
 # An article before a vowel, but for words like "university" and "one".
@@ -47,29 +47,9 @@ def _asked(rng: Random, section: str) -> dict[str, Any]:
     return {"prompt": prompt}
 
 
-def explanations(rng: Random, library: Library) -> dict[str, Any]:
-    """A subject to be explained."""
-    return _asked(rng, "explain")
-
-
-def lists(rng: Random, library: Library) -> dict[str, Any]:
-    """Lists, tables, ideas."""
-    return _asked(rng, "lists")
-
-
-def letters(rng: Random, library: Library) -> dict[str, Any]:
-    """E-mails, letters, advertisements, posts."""
-    return _asked(rng, "letters")
-
-
-def stories(rng: Random, library: Library) -> dict[str, Any]:
-    """Stories, poems, scenes."""
-    return _asked(rng, "stories")
-
-
-def advice(rng: Random, library: Library) -> dict[str, Any]:
-    """How-to questions and advice."""
-    return _asked(rng, "advice")
+def asking(section: str) -> Maker:
+    """Makes prompts of a section's wordings."""
+    return lambda rng, library: _asked(rng, section)
 
 
 def essays(rng: Random, library: Library) -> dict[str, Any]:
@@ -82,19 +62,11 @@ def reports(rng: Random, library: Library) -> dict[str, Any]:
     return {"prompt": _drawn(rng, "reports")}
 
 
-def structured(rng: Random, library: Library) -> dict[str, Any]:
-    """What is to be answered in JSON."""
-    return _asked(rng, "json")
-
-
 def roles(rng: Random, library: Library) -> dict[str, Any]:
     """A system message, and then a question."""
     asked = _drawn(rng, "explain", "advice", "lists", "letters")
     return {
-        "messages": [
-            {"role": "system", "content": _drawn(rng, "system")},
-            {"role": "user", "content": asked},
-        ]
+        "messages": [{"role": "system", "content": _drawn(rng, "system")}, {"role": "user", "content": asked}]
     }
 
 

@@ -22,7 +22,7 @@ GAMMAS, MIN_CONFIDENCE = (1, 2, 3, 4, 6), 0.2
 
 @register
 @dataclass(frozen=True)
-class Seq(Drafted, Chain):
+class Seq(Chain, Drafted):
     """With `min_confidence` a chain ends behind the first token to which the draft gives less.
 
     What would follow is hardly ever accepted. The doubted token stays, because it is drafted already, and
@@ -35,10 +35,6 @@ class Seq(Drafted, Chain):
     min_confidence: float = option(
         0.0, "end the chain behind a token to which the draft gives less; 0 never does", least=0, most=1
     )
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (1,) * self.gamma
 
     def gain(self, acceptance: Mapping[str, Any]) -> float:
         return chain_gain(chain_rates(acceptance, self.gamma))

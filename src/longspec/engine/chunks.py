@@ -1,0 +1,55 @@
+"""Which parts of prompts the next pass takes."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from longspec.decoding.round import Models
+from longspec.engine.device import PromptPart
+from longspec.engine.fill import MOST_SEGMENTS, SEGMENT
+from longspec.engine.memory import longest_chunk
+from longspec.engine.scheduler import Seat
+
+# Tokens of a prompt that are computed at a time: alone, if there is memory for it, and while others wait for
+# their next round.
+ALONE, BESIDE = 32768, 2048
+PLAIN_ALONE, PLAIN_BESIDE = 2048, 256
+
+
+class Chunks:
+    """Divides prompts: a long part of one, or segments of several together."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        target = models.target
+        self._longest = longest_chunk(target.config, target.dtype, target.device, BESIDE, ALONE)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a chunk's products take longer than the host takes to launch them: about 0.6 ms a layer."""
+        config = self._models.target.config
+        seconds = 2 * BESIDE * config.num_parameters / 6e14
+        return seconds > 6e-4 * config.num_layers
+
+    def parts(self, filling: list[Seat], alone: bool) -> list[tuple[Seat, PromptPart]]:
+        """The next parts of these, `alone` if nobody waits for a round meanwhile."""
+        first = filling[0]
+        left = len(first.text) - first.computed
+        if not self._models.fused:
+            return [_part(first, first.computed, PLAIN_ALONE if alone else PLAIN_BESIDE)]
+        if left >= BESIDE and self.is_large and self._models.exact:
+            # Chunks that depend on nothing but the text, because libraries' sums follow the shapes.
+            return [_part(first, first.computed, BESIDE - first.computed % BESIDE)]
+        if left >= BESIDE and self.is_large:
+            return [_part(first, first.computed, self._longest if alone else BESIDE)]
+        parts = (
+            _part(seat, start, SEGMENT)
+            for seat in filling
+            for start in range(seat.computed, len(seat.text), SEGMENT)
+        )
+        return list(islice(parts, MOST_SEGMENTS))
+
+
+def _part(seat: Seat, start: int, most: int) -> tuple[Seat, PromptPart]:
+    count = min(most, len(seat.text) - start)
+    return seat, PromptPart(seat.slot, start, count, start + count == len(seat.text), seat.pages)

@@ -1,4 +1,4 @@
-"""The model families, a class each. `Family` says what a class may override."""
+"""The model families. Each is one file, and one entry of `FAMILIES`."""
 
 from __future__ import annotations
 
@@ -7,52 +7,11 @@ from typing import Any
 
 from longspec.config import ModelConfig
 from longspec.errors import UserError, shown
-from longspec.models.families.base import Family, read_flag
-
-
-class Llama(Family):
-    """Llama and models with the same block: Vicuna, LongChat, SmolLM2; some have biases in attention."""
-
-    name = "llama"
-
-    def flags(self, raw: Mapping[str, Any]) -> dict[str, bool]:
-        bias = read_flag(raw, "attention_bias", False)
-        return {"qkv_bias": bias, "output_bias": bias}
-
-
-class Qwen2(Family):
-    """Qwen2, Qwen2.5 and QwQ: q, k and v always have a bias, and the output projection never has one."""
-
-    name = "qwen2"
-
-    def flags(self, raw: Mapping[str, Any]) -> dict[str, bool]:
-        return {"qkv_bias": True}
-
-
-class Qwen3(Llama):
-    """The dense Qwen3 models: queries and keys are normed per head before rope."""
-
-    name = "qwen3"
-
-    def flags(self, raw: Mapping[str, Any]) -> dict[str, bool]:
-        return {**super().flags(raw), "qk_norm": True}
-
-    def default_head_dim(self, hidden_size: int, num_heads: int) -> int:
-        return 128
-
-
-class Mistral(Family):
-    """Mistral without a sliding window: 7B from v0.2 on, Nemo, Small. It has no biases."""
-
-    name = "mistral"
-
-    def flags(self, raw: Mapping[str, Any]) -> dict[str, bool]:
-        return {}
-
-    def window(self, raw: Mapping[str, Any]) -> int | None:
-        # 4096 is the default of transformers for configs without the field.
-        return raw.get("sliding_window", 4096)
-
+from longspec.models.families.base import Family
+from longspec.models.families.llama import Llama
+from longspec.models.families.mistral import Mistral
+from longspec.models.families.qwen2 import Qwen2
+from longspec.models.families.qwen3 import Qwen3
 
 FAMILIES: dict[str, Family] = {one.name: one for one in (Llama(), Qwen2(), Qwen3(), Mistral())}
 

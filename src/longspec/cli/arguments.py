@@ -67,6 +67,16 @@ def add_weights(group: argparse._ActionsContainer) -> None:
     )
 
 
+def add_kv_dtype(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--kv-dtype",
+        default="auto",
+        metavar="TYPE",
+        help="of keys and values: auto (the dtype), or on a GPU fp8: half the bytes, and the words change a "
+        "little (%(default)s)",
+    )
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     add_target(group)
@@ -114,6 +124,7 @@ def add_size_arguments(parser: argparse._ActionsContainer) -> None:
         metavar="SIZE",
         help="memory for the KV of all prompts, on each rank, such as 8GB (default: what is free, in part)",
     )
+    add_kv_dtype(parser)
     parser.add_argument(
         "--exact",
         action="store_true",
@@ -268,6 +279,7 @@ def load(arguments: argparse.Namespace, calibrate: bool, max_rows: int | None = 
         weights=arguments.weights,
         max_rows=arguments.max_rows or max_rows,
         kv_memory=arguments.kv_memory,
+        kv_dtype=arguments.kv_dtype,
         exact=arguments.exact,
         tensor_parallel=arguments.tensor_parallel,
     )

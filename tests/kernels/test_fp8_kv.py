@@ -3,15 +3,20 @@ what vanilla says."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from longspec import LongSpec
 from longspec.attention import AttentionPlan, choose_backend
 from longspec.cache import Pages
+from longspec.cli.terminal import figures
 from longspec.decoding.methods import VANILLA, Lookup, MagicDec, Method, Seq, Tree
 from longspec.decoding.sampling import Sampling
 from longspec.engine.engine import Engine
@@ -25,11 +30,13 @@ from longspec.kernels.exact import attend_exactly, chain_paths
 from longspec.kernels.rope import rope_write
 from longspec.models.target import Transformer
 from longspec.models.weights import Precision
+from tests.cli.run import exit_code
 from tests.decoding.scripted import tiny_draft, tiny_engine, tiny_target
 from tests.kernels.fp8 import correct_rounding
-from tests.kernels.paged import DEVICE, DTYPES, FP8, HAS_FP8, ON_GPU, random_tables
+from tests.kernels.paged import DEVICE, DTYPES, FP8, HAS_FP8, ON_GPU, places, random_tables
 from tests.kernels.test_attention import random_tree
 
+PAGE = 128
 pytestmark = pytest.mark.skipif(not HAS_FP8, reason="needs fp8")
 
 
@@ -38,13 +45,11 @@ def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     correct_rounding(monkeypatch)
 
 
-def random_pages(shape: tuple[int, ...], tables: Tensor, page: int, generator: torch.Generator) -> Tensor:
-    """In fp8. What belongs to nobody is nan, but in page 0, which is 0."""
-    x = (4 * torch.randn(shape, generator=generator)).to(DEVICE)
-    held = torch.zeros(shape[-2] // page, dtype=torch.bool, device=DEVICE)
-    held[tables.flatten().long()] = True
-    x.unflatten(-2, (-1, page))[..., ~held, :, :] = torch.nan
-    x[..., :page, :] = 0
+def random_pages(shape: tuple[int, ...], held: Tensor, generator: torch.Generator) -> Tensor:
+    """In fp8. Entries that are not held are nan, but those of page 0 are 0."""
+    x = torch.full(shape, torch.nan, device=DEVICE)
+    x[..., :PAGE, :] = 0
+    x[..., held, :] = (4 * torch.randn(*shape[:-2], len(held), shape[-1], generator=generator)).to(DEVICE)
     return x.to(FP8)
 
 
@@ -67,43 +72,42 @@ def test_attention_is_that_over_the_same_numbers(
         for module in (attention, exact):
             monkeypatch.setattr(module, "copies_tiles", lambda device: False)
     generator = torch.Generator().manual_seed(0)
-    K, G, D, page, T, lengths = 2, 2, 32, 128, 5, [126, 0]
-    tables, num_pages = random_tables([length + T for length in lengths], page, generator)
-    k, v = (random_pages((3, K, num_pages * page, D), tables, page, generator) for _ in range(2))
+    K, G, D, T, lengths = 2, 2, 32, 5, [126, 0]
+    ends = [length + T for length in lengths]
+    tables, num_pages = random_tables(ends, PAGE, generator)
+    held = torch.cat([places(tables, row, end, PAGE) for row, end in enumerate(ends)])
+    layers = [random_pages((3, K, num_pages * PAGE, D), held, generator) for _ in range(2)]
     q = torch.randn(len(lengths), T, 3 * K * G, D, generator=generator).to(DEVICE, dtype)
     at, tree = torch.tensor(lengths, device=DEVICE), random_tree(T, generator).to(DEVICE)
-    ours = q[:, :, : K * G]
-    for heads, layer, chain, *how in (
-        (q, slice(None), None, None, False),
-        (ours, 1, None, tree, True),
-        (ours, 1, None, None, True, 2, 50),
-        (ours[:, :1], 2, None, None, True),
-        (ours, 0, chain_paths(at[:, None] + torch.arange(T, device=DEVICE)), None),
-    ):
-        kept, wide = ((part[layer], part[layer].to(dtype)) for part in (k, v))
-        results = []
-        for keys, values in zip(kept, wide, strict=True):
-            given: Any = (heads, keys, values, at, tables, page)
-            results.append(attend(*given, *how) if chain is None else attend_exactly(*given, chain))
-        check_same(results[0], results[1])
+    ours, given = q[:, :, : K * G], (at, tables, PAGE)
+    calls: list[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = [
+        lambda k, v: attend(q, k, v, *given, None, False),
+        lambda k, v: attend(ours, k[1], v[1], *given, tree),
+        lambda k, v: attend(ours, k[1], v[1], *given, None, True, 2, 50),
+        lambda k, v: attend(ours[:, :1], k[2], v[2], *given),
+        lambda k, v: attend_exactly(
+            ours, k[0], v[0], *given, chain_paths(at[:, None] + torch.arange(T, device=DEVICE))
+        ),
+    ]
+    for call in calls:
+        check_same(call(layers[0], layers[1]), call(layers[0].to(dtype), layers[1].to(dtype)))
 
 
 def test_torch_attends_to_the_same_numbers() -> None:
     """As for long prompts: pages in one run, and in several."""
     generator = torch.Generator().manual_seed(1)
-    page, T, length, dtype = 16, 70, 90, torch.float32
+    T, length, dtype = 70, 200, torch.float32
     backend = choose_backend("torch")
-    for tables in (torch.arange(1, 11)[None], torch.tensor([[3, 1, 2, 9, 10, 4, 5, 6, 8, 7]])):
-        tables = tables.int().to(DEVICE)
-        k, v = (random_pages((2, 11 * page, 32), tables, page, generator) for _ in range(2))
+    for table in ([1, 2, 3], [3, 1, 2]):
+        tables = torch.tensor([table], dtype=torch.int32, device=DEVICE)
+        held = places(tables, 0, length + T, PAGE)
+        k, v = (random_pages((2, 4 * PAGE, 32), held, generator) for _ in range(2))
         q = torch.randn(1, T, 4, 32, generator=generator).to(DEVICE, dtype)
         for num_new, tree in ((T, None), (5, random_tree(5, generator).to(DEVICE)), (1, None)):
-            plan = AttentionPlan(torch.tensor([length], device=DEVICE), tables, page, num_new, tree)
-            for name in ("attend", "prefix"):
-                over = getattr(backend, name)
-                check_same(
-                    over(q[:, :num_new], k, v, plan), over(q[:, :num_new], k.to(dtype), v.to(dtype), plan)
-                )
+            plan = AttentionPlan(torch.tensor([length], device=DEVICE), tables, PAGE, num_new, tree)
+            for over in (backend.attend, backend.prefix):
+                wide = (k.to(dtype), v.to(dtype))
+                check_same(over(q[:, :num_new], k, v, plan), over(q[:, :num_new], *wide, plan))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -118,11 +122,11 @@ def test_what_is_written_is_the_nearest_number_and_never_beyond_the_largest(dtyp
     angles = torch.rand(S, D // 2, generator=generator).repeat(1, 2)
     table = torch.stack((angles.cos(), angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(D // 2)))
     positions = torch.tensor([[0, 5, 9], [3, 4, 63]], device=DEVICE)
-    places = torch.tensor([[1, 9, 17], [40, 2, 33]], device=DEVICE)
+    goals = torch.tensor([[1, 9, 17], [40, 2, 33]], device=DEVICE)
     found = {}
     for kind in (dtype, FP8):
         pages = torch.zeros(2, K, S, D, device=DEVICE, dtype=kind)
-        q = rope_write(qkv, table.to(DEVICE), positions, places, *pages)
+        q = rope_write(qkv, table.to(DEVICE), positions, goals, pages[0], pages[1])
         found[kind] = (q, pages)
     assert torch.equal(found[FP8][0], found[dtype][0])
     wide = found[dtype][1].float()
@@ -135,7 +139,7 @@ def test_what_is_written_is_the_nearest_number_and_never_beyond_the_largest(dtyp
     one = torch.tensor([1], device=DEVICE)
     tables = torch.tensor([[0, 1, 2, 3]], dtype=torch.int32, device=DEVICE)
     moved = kept[:, None].clone()
-    commit_path(*moved, one, tables, 16, torch.tensor([[8, 16]], device=DEVICE), 2 * one)
+    commit_path(moved[0], moved[1], one, tables, 16, torch.tensor([[8, 16]], device=DEVICE), 2 * one)
     bytes_of = [part.view(torch.uint8) for part in (moved[:, 0], kept)]
     assert torch.equal(bytes_of[0][:, :, [1, 2]], bytes_of[1][:, :, [9, 17]])
     assert torch.equal(bytes_of[0][:, :, 3:], bytes_of[1][:, :, 3:])
@@ -219,3 +223,43 @@ def test_pages_take_half_the_bytes() -> None:
     assert pages[0].num_pages == 2 * pages[1].num_pages
     assert pages[0].num_pages * 128 * 2 * 2 * 2 * 16 <= 2**19
     assert engines[0].max_length >= engines[1].max_length
+
+
+def test_a_loaded_model_uses_and_tells_it(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(tiny_folder, folder)
+    # The same weights as heads of 16.
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = LongSpec.from_pretrained(
+        folder, kv_dtype="fp8", attention="triton", max_rows=1, max_length=64, calibrate=False
+    )
+    assert model.engine.models.pages.keys.dtype == FP8
+    answer = model.generate("Hello", raw=True, method="vanilla", max_new_tokens=2, eos_ids=())
+    assert answer.to_json()["kv_dtype"] == "fp8"
+    assert f"{answer.weights} with KV in fp8 on" in figures(answer)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has it")
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--kv-dtype fp8", "kv_dtype 'fp8' is for our kernels (attention triton, the default on a GPU), and"),
+        (
+            "--kv-dtype fp8 --attention triton",
+            "needs heads whose size is a multiple of 16, and this target's",
+        ),
+        ("--kv-dtype fp4", "kv_dtype 'fp4' is unknown; there are: auto, fp8"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    flags: str, told: str, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = [["generate", "hi", "--target", str(tiny_folder)]]
+    commands += [["info", str(tiny_folder)]] if "--attention" not in flags else []
+    for command in commands:
+        assert exit_code([*command, *flags.split()]) == 2
+        error = capsys.readouterr().err
+        assert told in error
+        assert error.count("\n") == 1

@@ -39,7 +39,7 @@ from longspec.models.placement import (
     pick_dtype,
 )
 from longspec.models.target import Transformer
-from longspec.models.weights import Precision, pack, pick_precision
+from longspec.models.weights import Precision, pack, pick_precision, with_kv_dtype
 
 # Rounds before the clock starts: kernels are compiled, and as many as may be in flight are.
 _WARM_UP = 5
@@ -67,6 +67,7 @@ class LatencySetting:
     dtype: str = "auto"
     weights: str = "auto"
     """What the target's weights are rounded to, and on a GPU the draft's with them."""
+    kv_dtype: str = "auto"
     attention: str = "auto"
     """auto is the backend that replays rounds: triton, on a GPU."""
     exact: bool = False
@@ -179,6 +180,7 @@ def measure_latency(
     config = shape_named(setting.shape)
     attention = choose_backend(setting.attention)
     precision = pick_precision(setting.weights, dtype, device)
+    precision = with_kv_dtype(precision, setting.kv_dtype, config.head_dim, device, attention)
     check_fits(setting.shape, config, Precision(dtype), device)
     bandwidth = copy_bandwidth(device)
     target = random_target(config, device, dtype)

@@ -19,6 +19,7 @@ from benchmarks.training import measure_training, report
 from longspec.bench.plots import can_draw
 from longspec.cli.arguments import (
     add_device,
+    add_kv_dtype,
     add_option,
     add_options,
     add_weights,
@@ -79,6 +80,7 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exact", action="store_true", help="rounds as with longspec generate --exact")
     add_device(parser)
     add_weights(parser)
+    add_kv_dtype(parser)
     parser.add_argument(
         "--output", metavar="FOLDER", help="write latency.json, latency.md and latency.png there"
     )
@@ -157,6 +159,7 @@ def _setting(arguments: argparse.Namespace) -> LatencySetting:
         device=arguments.device,
         dtype=arguments.dtype,
         weights=arguments.weights,
+        kv_dtype=arguments.kv_dtype,
         exact=arguments.exact,
         attention=arguments.attention,
     )

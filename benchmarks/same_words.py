@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks.shapes import random_draft, random_target, shape_named
 from longspec import LongSpec
 from longspec.attention import choose_backend
+from longspec.cli.arguments import add_kv_dtype
 from longspec.config import DraftConfig
 from longspec.decoding.methods import Lookup, MethodChoice, Seq, Tree, Vanilla
 from longspec.decoding.sampling import Sampling
@@ -27,6 +28,7 @@ from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.models.layers import pack_linears
 from longspec.models.placement import pick_device, pick_dtype
+from longspec.models.weights import Precision, with_kv_dtype
 
 METHODS: dict[str, MethodChoice] = {
     "vanilla": Vanilla(),
@@ -76,7 +78,9 @@ def main() -> int:
     arguments = _parser().parse_args()
     asked = _random(arguments) if arguments.shape else _real(arguments)
     print(
-        f"{len(asked.prompts)} prompts, {arguments.max_tokens} tokens, exact: {arguments.exact}", flush=True
+        f"{len(asked.prompts)} prompts, {arguments.max_tokens} tokens, exact: {arguments.exact}, "
+        f"KV: {arguments.kv_dtype}",
+        flush=True,
     )
     for count in _counts(asked, arguments.temperature, arguments.rows, arguments.methods):
         print(json.dumps(asdict(count)), flush=True)
@@ -97,7 +101,11 @@ def _counts(asked: Asked, temperatures: list[float], rows: list[int], methods: l
 
 def _real(arguments: argparse.Namespace) -> Asked:
     model = LongSpec.from_pretrained(
-        arguments.target, max_rows=max(arguments.rows), exact=arguments.exact, calibrate=False
+        arguments.target,
+        max_rows=max(arguments.rows),
+        exact=arguments.exact,
+        kv_dtype=arguments.kv_dtype,
+        calibrate=False,
     )
     lines = Path(arguments.prompts).read_text().splitlines()[: arguments.limit]
     size = model.target.config.vocab_size
@@ -111,6 +119,8 @@ def _random(arguments: argparse.Namespace) -> Asked:
     target = random_target(config, device, dtype)
     target.attention = choose_backend("auto")
     pack_linears(target)
+    precision = Precision(dtype)
+    target.precision = with_kv_dtype(precision, arguments.kv_dtype, config.head_dim, device, target.attention)
     drafting = random_draft(target, DraftConfig())
     engine = make_engine(
         target, *drafting, max_length=arguments.length + arguments.max_tokens + 64,
@@ -139,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--exact", action="store_true")
+    add_kv_dtype(parser)
     return parser
 
 

@@ -117,4 +117,7 @@ def fill_pages(pages: Pages, seed: int = 0) -> None:
     """Random KV in every page."""
     generator = torch.Generator(pages.keys.device).manual_seed(seed)
     for part in (pages.keys, pages.values):
-        part.normal_(generator=generator)
+        for layer in part:
+            # torch draws no fp8.
+            like = torch.empty(layer.shape, device=layer.device, dtype=torch.bfloat16)
+            layer.copy_(like.normal_(generator=generator))

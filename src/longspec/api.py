@@ -29,7 +29,7 @@ from longspec.models.files import eos_ids, read_config, read_generation_config
 from longspec.models.int8 import check_draft_dtype
 from longspec.models.placement import check_fits, memory_explained, pick_devices, pick_dtype
 from longspec.models.target import Transformer
-from longspec.models.weights import pick_precision
+from longspec.models.weights import pick_precision, with_kv_dtype
 from longspec.options import Options, Settings, read_options, room_for, seeds_for
 from longspec.prompts import Prompt, PromptEncoder, split_batch
 from longspec.text import TextStream
@@ -109,6 +109,7 @@ class LongSpec:
         weights: str = "auto",
         max_rows: int | None = None,
         kv_memory: int | None = None,
+        kv_dtype: str = "auto",
         exact: bool = False,
         tensor_parallel: int = 1,
     ) -> LongSpec:
@@ -128,12 +129,13 @@ class LongSpec:
         "int8" and "int4" on a CPU, and "int8" and "fp8" on a GPU, round the target's weights: it decodes
         faster and says slightly other things than the file's weights do, and every method says the same as
         vanilla over them; "auto" leaves them as they are, also those of a quantised checkpoint on a GPU (on a
-        CPU they are expanded). `exact` is for half precision on a GPU: with it all methods give the same
-        words there too, whatever runs at the same time, and rounds take longer. tensor_parallel is how many
-        processes hold the target together, each a part of it on a device of its own
-        (docs/tensor-parallel.md); `device` may then name them all, as "cuda:0,cuda:2".
+        CPU they are expanded). kv_dtype "fp8", for a GPU, halves the bytes of KV: keys and values are
+        rounded, so it says slightly other things (docs/decoding.md). `exact` is for half precision on a GPU:
+        with it all methods give the same words there too, whatever runs at the same time, and rounds take
+        longer. tensor_parallel is how many processes hold the target together, each a part of it on a device
+        of its own (docs/tensor-parallel.md); `device` may then name them all, as "cuda:0,cuda:2".
         """
-        choose_backend(attention)
+        backend = choose_backend(attention)
         check_draft_dtype(draft_dtype)  # before a long load
         target, devices = name_of("target", target), pick_devices(device, tensor_parallel)
         device = devices[0]
@@ -146,6 +148,7 @@ class LongSpec:
         precision = pick_precision(weights, pick_dtype(dtype, device), device, config.quantisation)
         if device.type == "cpu" and precision.rounding is not None and attention not in ("auto", "torch"):
             raise UserError(f"attention {attention!r} does not go with rounded weights; use auto or torch")
+        precision = with_kv_dtype(precision, kv_dtype, config.head_dim, device, backend)
         limit = _pick_max_length(max_length, entry.context if entry else config.max_length)
         draft_name = name_of("draft", draft) if draft else hub.default_draft(entry)
         draft_name = None if draft_name == "none" else draft_name
@@ -262,6 +265,7 @@ class LongSpec:
             device=str(self.target.device),
             dtype=str(self.target.dtype).removeprefix("torch."),
             weights=self.target.weights,
+            kv_dtype=self.target.kv,
         )
 
 

@@ -40,6 +40,8 @@ class Generation:
     """What the target computes in."""
     weights: str
     """What its weights are kept in."""
+    kv_dtype: str
+    """What its keys and values are kept in."""
 
     @property
     def tokens(self) -> int:
@@ -61,6 +63,6 @@ class Generation:
         names = (
             *("text", "tokens", "prompt_tokens", "rounds", "tau", "accepted_by_depth", "seconds"),
             *("tokens_per_second", "method", "label", "tree_shape"),
-            *("seed", "finish_reason", "target", "draft", "device", "dtype", "weights"),
+            *("seed", "finish_reason", "target", "draft", "device", "dtype", "weights", "kv_dtype"),
         )
         return {name: getattr(self, name) for name in names}

@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_said(tiny_folder: Path, capsys: pytest.CaptureFixt
     assert main(["info", str(tiny_folder), "--device", "cpu", "--batch", str(10**9)]) == 0
     text = capsys.readouterr().out
     assert "are missing" in text
-    assert "a shorter --context, a smaller --batch, --dtype or --weights, or another --device" in text
+    assert "a smaller --batch, --dtype, --weights or --kv-dtype, or another --device" in text
     assert main(["info", str(tiny_folder), "--context", "2049"]) == 2
     assert "--context is 2049; the target's limit is 2048 tokens" in capsys.readouterr().err
 

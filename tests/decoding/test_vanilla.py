@@ -71,7 +71,7 @@ def test_figures_add_up(smollm2: LongSpec) -> None:
     assert set(result.to_json()) == {
         *("text", "tokens", "prompt_tokens", "rounds", "tau", "accepted_by_depth", "seconds"),
         *("tokens_per_second", "method", "label", "tree_shape", "seed", "finish_reason"),
-        *("target", "draft", "device", "dtype", "weights"),
+        *("target", "draft", "device", "dtype", "weights", "kv_dtype"),
     }
 
 

@@ -47,8 +47,9 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-def make_pair(folder: Path, tokenizer: Path, tied: bool) -> tuple[Path, Path]:
+def make_pair(folder: Path, tokenizer: Path, tied: bool, head_dim: int = 4) -> tuple[Path, Path]:
     """A random target with 4 KV heads, and a draft with every part that there is."""
+    heads: Any = {"head_dim": head_dim}
     config = Qwen2Config(
         vocab_size=V,
         hidden_size=32,
@@ -56,6 +57,7 @@ def make_pair(folder: Path, tokenizer: Path, tied: bool) -> tuple[Path, Path]:
         num_hidden_layers=3,
         num_attention_heads=8,
         num_key_value_heads=4,
+        **heads,
         max_position_embeddings=512,
         initializer_range=0.4,
         tie_word_embeddings=tied,
@@ -125,13 +127,15 @@ def test_four_ranks_with_a_head_of_its_own(smollm2_folder: Path, tmp_path: Path)
 
 
 @pytest.mark.full
-def test_fused_rounds_on_two_ranks(pair: tuple[Path, Path]) -> None:
-    """By our own kernels, which Triton's interpreter runs here."""
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_fused_rounds_on_two_ranks(kv_dtype: str, smollm2_folder: Path, tmp_path: Path) -> None:
+    """By our own kernels, which Triton's interpreter runs here; only they have KV in fp8."""
+    pair = make_pair(tmp_path, smollm2_folder, tied=True, head_dim=16)
     found = []
-    for num_ranks, attention in ((1, "torch"), (2, "triton")):
+    for num_ranks, attention in ((1, "torch" if kv_dtype == "auto" else "triton"), (2, "triton")):
         model = LongSpec.from_pretrained(
             *pair, dtype="float32", device="cpu", calibrate=False, draft_dtype="target", max_rows=1,
-            max_length=24, tensor_parallel=num_ranks, attention=attention,
+            max_length=24, tensor_parallel=num_ranks, attention=attention, kv_dtype=kv_dtype,
         )  # fmt: skip
         assert model.engine.models.fused == (attention == "triton")
         answers = [

@@ -29,6 +29,7 @@ from longspec.kernels.attention import attend
 from longspec.kernels.choose import choose_tokens
 from longspec.kernels.commit import commit_path
 from longspec.kernels.embed import embed, embed_level
+from longspec.kernels.exact import attend_exactly, chain_paths
 from longspec.kernels.expand import expand
 from longspec.kernels.linear import few_rows
 from longspec.kernels.lookup import graft_lookup
@@ -118,20 +119,27 @@ def some_tables(num_rows: int) -> Tensor:
     return torch.zeros(num_rows, 10, dtype=torch.int32)[:, :8]
 
 
-def call_models(T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024, E: int = 576) -> None:
-    """What target and draft call for a tree of T nodes."""
-    q, k, lengths, tables = halves(1, T, H, D), halves(K, S, D), numbers(1), some_tables(1)
+def call_attention(kind: torch.dtype, T: int, H: int = 9, K: int = 3, D: int = 64, S: int = 1024) -> None:
+    """What a tree of T nodes calls to write and to read keys and values of this type."""
+    q, k, lengths, tables = halves(1, T, H, D), torch.zeros(K, S, D, dtype=kind), numbers(1), some_tables(1)
     attend(q, k, k, lengths, tables, PAGE, torch.ones(1, T, T, dtype=torch.bool))
     attend(q[:, :1].contiguous(), k, k, lengths, tables, PAGE)
     attend(q, k, k, lengths, tables, PAGE, None, False, 4, 256)
-    layers = halves(5, K, S, D)[::2]
+    layers = torch.zeros(5, K, S, D, dtype=kind)[::2]
     attend(halves(1, T, 3 * H, D), layers, layers, lengths, tables, PAGE, None, False)
-    x, weight = halves(1, T, E), halves(E)
-    rms_norm(x, weight, 1e-5)
-    add_rms_norm(x, x, weight, 1e-5)
+    attend_exactly(q, k, k, lengths, tables, PAGE, chain_paths(numbers(1, T)))
     qkv, table, places = halves(1, T, (H + 2 * K) * D), torch.zeros(2, S, D), numbers(1, T)
     rope_write(qkv, table, places, places, k, k)
     rope_write(qkv, table, places, places, k[None], k[None], (halves(D), halves(D), 1e-6))
+    pages = torch.zeros(2, 3, 1024, 64, dtype=kind)
+    commit_path(pages, pages, lengths, tables, PAGE, numbers(1, 6), lengths)
+
+
+def call_models(T: int, E: int = 576) -> None:
+    """What else target and draft call for a tree of T nodes."""
+    x, weight = halves(1, T, E), halves(E)
+    rms_norm(x, weight, 1e-5)
+    add_rms_norm(x, x, weight, 1e-5)
     silu_mul(halves(1, T, 3072))
     part = (halves(T, 9, 64), torch.empty(T, 9, device=halves(1).device))
     merge(part, part)
@@ -237,8 +245,6 @@ def call_rounds(N: int, V: int = 49152, window: int = 512) -> None:
     graft_lookup(tree, 68, text, numbers(1), lengths, (2, 8, 2.3, 0.45))
     graft_lookup(tree, 1, text, numbers(1), lengths, (2, 8, 2.3, 0.45))
     prune(parents, parents, torch.zeros(1, N), N // 2)
-    pages = halves(2, 3, 1024, 64)
-    commit_path(pages, pages, lengths, tables, PAGE, numbers(1, 6), lengths)
 
 
 def check_ahead(work: Callable[[], object], held: list[Tensor], names: Called) -> None:
@@ -316,6 +322,10 @@ def check_ampere() -> None:
 
 if __name__ == "__main__":
     names = compile_only()
+    for kind in (torch.bfloat16, torch.float8_e4m3fn):
+        call_attention(kind, 16)
+    # A tile of as many rows as a round of an 8B model has.
+    call_attention(torch.float8_e4m3fn, 64, 32, 8, 128)
     call_models(16)
     call_prefill()
     call_products(64)

@@ -11,6 +11,8 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # Triton's interpreter, which runs without a GPU, is silently wrong for bf16.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
+FP8 = torch.float8_e4m3fn
+HAS_FP8 = not ON_GPU or torch.cuda.get_device_capability() >= (8, 9)
 
 
 def random_tables(rows: list[int], page: int, generator: torch.Generator) -> tuple[Tensor, int]:

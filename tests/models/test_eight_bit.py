@@ -321,7 +321,7 @@ def test_a_gpu_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     half = torch.bfloat16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert pick_precision("int8", half, GPU).weights == "int8"
-    with pytest.raises(UserError, match=r"'fp8' need a GPU of compute capability 8.9 .* has 8.0; use int8"):
+    with pytest.raises(UserError, match=r"'fp8' needs a GPU of compute capability 8.9 .* has 8.0; use int8"):
         pick_precision("fp8", half, GPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert pick_precision("fp8", half, GPU).weights == "fp8"

@@ -306,7 +306,8 @@ def test_errors_are_what_openais_client_expects(server: Live, tiny_server: Calla
         client.chat.completions.create(model="gpt-4", messages=QUESTION)
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
-    assert (client.models.retrieve(MODEL).model_extra or {})["weights"] == "float32"
+    about = client.models.retrieve(MODEL).model_extra or {}
+    assert (about["weights"], about["kv_dtype"]) == ("float32", "float32")
     locked = tiny_server(keys=["one", "second-key"])
     for wrong in ("none", "second-ke", ""):
         with pytest.raises((openai.AuthenticationError, openai.OpenAIError)):

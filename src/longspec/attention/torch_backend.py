@@ -52,12 +52,12 @@ class TorchAttention:
         if plan.tree is None and plan.num_new > _SHORT:
             if plan.window is None and _has_cudnn(q):
                 return self._attend_blocks(q, k, v, plan, row)
-            result = _causal(q, _cut(k, own), _cut(v, own))
+            result = _causal(q, *_cut(q, k, v, own))
         else:
             if ranges == [(0, length)] and _fits_mask(q, plan.num_new * end):
                 whole = plan.runs(row, 0, end)
-                return _biased(q, _cut(k, whole), _cut(v, whole), _whole_bias(plan, row, q))
-            result = _masked(q, _cut(k, own), _cut(v, own), _tree_of(plan, row))
+                return _biased(q, *_cut(q, k, v, whole), _whole_bias(plan, row, q))
+            result = _masked(q, *_cut(q, k, v, own), _tree_of(plan, row))
         return self._merge(_over(q, k, v, runs), result) if runs else result
 
     def _attend_blocks(
@@ -69,10 +69,10 @@ class TorchAttention:
         for block in _pieces(slice(0, plan.num_new), _MOST_QUERIES):
             start, end = length + block.start, length + block.stop
             own = plan.runs(row, start, end)
-            result = _causal(q[block], _cut(k, own), _cut(v, own))
+            result = _causal(q[block], *_cut(q, k, v, own))
             for run in plan.runs(row, 0, start):
                 for part in _pieces(run, _MOST_KEYS):
-                    result = self._merge(_unmasked(q[block], k[:, part], v[:, part]), result)
+                    result = self._merge(_unmasked(q[block], *_cut(q, k, v, [part])), result)
             found.append(result)
         if len(found) == 1:
             return found[0]
@@ -152,14 +152,16 @@ def _pieces(whole: slice, most: int) -> Iterator[slice]:
 def _over(q: Tensor, k: Tensor, v: Tensor, runs: list[slice]) -> tuple[Tensor, Tensor]:
     """Queries [T, H, D] over these parts of keys [K, S, D]. Every query sees every key."""
     if len(runs) == 1 or sum(run.stop - run.start for run in runs) <= _CHEAP_COPY:
-        return _unmasked(q, _cut(k, runs), _cut(v, runs))
-    parts = [_unmasked(q, k[:, run], v[:, run]) for run in runs]
+        return _unmasked(q, *_cut(q, k, v, runs))
+    parts = [_unmasked(q, *_cut(q, k, v, [run])) for run in runs]
     return reduce(merge, parts)
 
 
-def _cut(x: Tensor, runs: list[slice]) -> Tensor:
-    """These parts of keys or values [K, S, D], in one piece."""
-    return x[:, runs[0]] if len(runs) == 1 else torch.cat([x[:, run] for run in runs], 1)
+def _cut(q: Tensor, k: Tensor, v: Tensor, runs: list[slice]) -> tuple[Tensor, Tensor]:
+    """These parts of keys and values [K, S, D], each in one piece and, if they are fp8, in the queries'
+    dtype."""
+    keys, values = ([part[:, run].to(q.dtype) for run in runs] for part in (k, v))
+    return (keys[0], values[0]) if len(runs) == 1 else (torch.cat(keys, 1), torch.cat(values, 1))
 
 
 def _stack(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

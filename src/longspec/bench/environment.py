@@ -30,6 +30,7 @@ def environment(model: LongSpec) -> dict[str, Any]:
         "draft": model.draft_name,
         "max_length": model.engine.max_length,
         "weights": target.weights,
+        "kv_dtype": target.kv,
         **machine(target.device, target.dtype),
     }
 

@@ -69,6 +69,16 @@ def add_weights(group: argparse._ActionsContainer) -> None:
     )
 
 
+def add_kv_dtype(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--kv-dtype",
+        default="auto",
+        metavar="TYPE",
+        help="of keys and values: auto (the dtype), or on a GPU fp8: half the bytes, and the words change a "
+        "little (%(default)s)",
+    )
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     add_target(group)
@@ -106,6 +116,7 @@ def add_size_arguments(parser: argparse._ActionsContainer) -> None:
         metavar="SIZE",
         help="memory for the KV of all prompts, on each rank, such as 8GB (default: what is free, in part)",
     )
+    add_kv_dtype(parser)
     parser.add_argument(
         "--exact",
         action="store_true",

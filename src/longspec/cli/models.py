@@ -99,12 +99,13 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
+    from longspec.attention import choose_backend
     from longspec.engine.memory import page_size, plan_decoding, size_engine
     from longspec.errors import UserError
     from longspec.hub import resolve
     from longspec.models.files import read_config
     from longspec.models.placement import pick_devices, pick_dtype
-    from longspec.models.weights import pick_precision
+    from longspec.models.weights import pick_precision, with_kv_dtype
 
     devices = pick_devices(arguments.device, arguments.tensor_parallel)
     device = devices[0]
@@ -114,6 +115,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     config = read_config(files.folder, files.config)
     dtype = pick_dtype(arguments.dtype, device)
     precision = pick_precision(arguments.weights, dtype, device, config.quantisation)
+    precision = with_kv_dtype(precision, arguments.kv_dtype, config.head_dim, device, choose_backend())
     dtype = precision.kv_dtype
     limit = files.entry.context if files.entry else config.max_length
     context, batch = arguments.context or limit, arguments.batch
@@ -150,6 +152,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "tensor_parallel": len(devices),
         "dtype": str(precision.dtype).removeprefix("torch."),
         "weights": precision.weights,
+        "kv_dtype": precision.kv,
         "kv_bytes_per_token": per_token,
         "context_that_fits": min(limit, max(0, beside.left // per_token)),
         "context": context,
@@ -184,7 +187,7 @@ def _report(facts: dict[str, Any]) -> str:
     parts = {
         "weights": f"in {facts['weights']}",
         "kv": f"{facts['batch']} x {facts['context']:,} tokens and a tree, "
-        f"{facts['kv_bytes_per_token']:,} bytes per token",
+        f"{facts['kv_bytes_per_token']:,} bytes per token in {facts['kv_dtype']}",
         "rope": "its tables",
         "draft_weights": f"draft: {facts['draft']}",
         "draft_kv": f"{needs['draft_kv'] // facts['batch']:,} bytes a row, at any context",
@@ -206,8 +209,8 @@ def _report(facts: dict[str, Any]) -> str:
     lines.append(f"  {'free':14} {free:>9}  of {whole}: {verdict}")
     if left < 0:
         lines.append(
-            "It does not fit: use a shorter --context, a smaller --batch, --dtype or --weights, or another "
-            "--device"
+            "It does not fit: use a shorter --context, a smaller --batch, --dtype, --weights or --kv-dtype, "
+            "or another --device"
         )
     beside = "with its draft" if facts["draft"] else "without a draft"
     lines.append(

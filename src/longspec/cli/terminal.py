@@ -88,5 +88,6 @@ def figures(result: Generation) -> str:
     parts.append(result.label + (f", tau {result.tau:.2f} (tokens per round)" if has_tau else ""))
     if result.temperature > 0:
         parts.append(f"seed {result.seed}")
-    parts.append(f"{printable(result.target)} {result.weights} on {result.device}")
+    kv = "" if result.kv_dtype == result.dtype else f" with KV in {result.kv_dtype}"
+    parts.append(f"{printable(result.target)} {result.weights}{kv} on {result.device}")
     return f"[{'; '.join(parts)}; ended by {result.finish_reason}]"

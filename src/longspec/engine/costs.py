@@ -215,7 +215,7 @@ def calibration_path(device: Device, methods: tuple[Method, ...]) -> Path:
     models = device.models
     target, draft = models.target, models.draft
     facts = [
-        *(__version__, torch.__version__, repr(target.config), str(target.dtype), target.weights),
+        *(__version__, torch.__version__, repr(target.config), str(target.dtype), target.weights, target.kv),
         *(
             [
                 [one.label for one in methods],

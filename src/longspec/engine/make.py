@@ -58,6 +58,7 @@ def make_engine(
     config, dtype, device = target.config, target.kv_dtype, target.device
     with torch.inference_mode():
         fused = target.can_fuse
+    assert fused or dtype.itemsize > 1, f"plain passes do not write KV in {dtype}"
     if exact and not fused:
         name = str(target.dtype).removeprefix("torch.")
         raise UserError(

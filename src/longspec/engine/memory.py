@@ -48,7 +48,7 @@ class EngineSize:
 
 
 def page_size(dtype: torch.dtype, head_dim: int, fused: bool) -> int:
-    """Entries of a page for kernels of this kind."""
+    """Entries of a page of KV in this dtype for kernels of this kind."""
     return FUSED_PAGE if fused and dtype != torch.float32 and copies_whole(head_dim, dtype) else PLAIN_PAGE
 
 
@@ -85,7 +85,7 @@ def size_engine(
         raise UserError(
             f"a text of {longest} tokens takes {gigabytes(needed)} of KV, but {device} has room for "
             f"{gigabytes(room)}; lower max_length to {max(fits, 0)}, or give more (kv_memory), or load the "
-            "target in a smaller dtype or on another device"
+            "target in a smaller dtype or kv_dtype, or on another device"
         )
     return EngineSize(rows, min(longest, fits), page, num_pages)
 
@@ -161,7 +161,7 @@ def plan_decoding(
     share = config.shared_by(num_ranks)
     on_gpu = device.type == "cuda"
     num_nodes = sum(tree_shape) + 1
-    page = page_size(dtype, config.head_dim, on_gpu)
+    page = page_size(precision.kv_dtype, config.head_dim, on_gpu)
     num_pages = batch * -(-(context + num_nodes) // page)
     rope = 2 * (context + MOST_NODES) * config.head_dim * torch.float32.itemsize
     needs = MemoryNeeds(

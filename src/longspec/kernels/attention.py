@@ -5,6 +5,9 @@ prefix into parts and attends to each part. The query heads that share a KV head
 key is read once for all of them. The second launch attends to the new nodes, which follow the prefix, and
 merges the result with the parts by their lse. Only the kernels read the length of the prefix: the grid
 depends on shapes, and a program without work ends at once.
+
+Keys and values may be fp8. A tile is converted to the queries' dtype, which holds the same numbers, right
+after it is loaded.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ _UNBOUNDED = 2**31 - 1
 def weigh(q, k, visible, high, scale, PRECISION: tl.constexpr, MASKED: tl.constexpr) -> tl.tuple:
     """The weights of one tile of keys (online softmax in base 2): the largest score with this tile, times
     `scale`, the weights relative to it, and the factor for what was summed relative to `high`."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(visible, scores, -float("inf"))
     higher = tl.maximum(high, tl.max(scores, 1) * scale)
@@ -54,7 +57,7 @@ def absorb(
     """Add one tile of keys: `high` is the largest score so far, times `scale`."""
     high, weights, fade = weigh(q, k, visible, high, scale, PRECISION, MASKED)
     total = total * fade + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
     return high, total, acc
 
 
@@ -108,7 +111,7 @@ def _absorb_edge(
     key = tile_at(k, keys, k_s, layer, head, place, valid, D, BLOCK_D, BLOCK_S, BOXES, True)
     value = tile_at(v, values, v_s, layer, head, place, valid, D, BLOCK_D, BLOCK_S, BOXES, True)
     # The other values may be nan, and 0 * nan is nan.
-    value = tl.where(valid[:, None], value, 0.0)
+    value = tl.where(valid[:, None], value.to(query.dtype), 0.0)
     return absorb(query, key, value, valid[None, :], high, total, acc, scale, PRECISION, True)
 
 
@@ -350,7 +353,7 @@ def attend(
         q, *whole_tiles, k, v, lengths, tables, part_out, part_lse, out, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], tables.stride(0),
         num_rows, num_splits, sinks, last, K, k.shape[1], H // K, score_scale(D), **shape,
-        BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, LINE=min(padded(D), 128 // q.itemsize),
+        BLOCK_R=tiling.num_rows, BLOCK_S=tiling.num_keys, LINE=min(padded(D), 128 // k.itemsize),
         BOXES=boxes, SINKS=sinks > 0 and window is not None, WINDOW=window is not None, OWN=own, WHOLE=whole,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlap(q.device),
     )  # fmt: skip

@@ -45,6 +45,9 @@ _RECENT = tl.constexpr(64)
 _MOST_PARTS, _LEAST_SHARE = 32, tl.constexpr(256)
 # The tile size is chosen for this many folded rows, however many there are.
 _MANY_ROWS = 256
+# Tiles of fewer rows are multiplied by another instruction, and over fp8 the compiler gives that one the
+# numbers of a key in another order. So there all tiles have at least so many rows.
+_LEAST_ROWS = 64
 # Columns of ones, of which `tl.dot` needs some; all columns of the product are the same sum.
 _ONES = tl.constexpr(8)
 # Parts that are loaded at a time.
@@ -86,10 +89,10 @@ def _absorb(
 ) -> tl.tuple:  # fmt: skip
     """As `longspec.kernels.attention.absorb`; of `totals` [R, _ONES] all columns are the sum of weights."""
     high, weights, fade = weigh(q, k, visible, high, scale, PRECISION, MASKED)
-    weights = weights.to(v.dtype)
-    ones = tl.full([k.shape[0], _ONES], 1.0, v.dtype)
+    weights = weights.to(q.dtype)
+    ones = tl.full([k.shape[0], _ONES], 1.0, q.dtype)
     totals = tl.dot(weights, ones, totals * fade[:, None], input_precision=PRECISION)
-    acc = tl.dot(weights, v, acc * fade[:, None], input_precision=PRECISION)
+    acc = tl.dot(weights, v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
     return high, totals, acc
 
 
@@ -163,7 +166,7 @@ def _old_kernel(
             value = tile_at(v, values, v_s, 0, head, tile_place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
             entry = first + tl.arange(0, BLOCK_S)
             # Entries behind the prefix may be nan, which a weight of 0 would let through.
-            value = tl.where((entry < furthest)[:, None], value, 0.0)
+            value = tl.where((entry < furthest)[:, None], value.to(query.dtype), 0.0)
             visible = entry[None, :] < border[:, None]
             high, totals, acc = _absorb(query, key, value, visible, high, totals, acc, scale, PRECISION, True)
         ours = (row < num_rows) & (share == size) & (start < border)
@@ -233,7 +236,8 @@ def attend_exactly(
     K, num_rows = k.shape[0], T * H // k.shape[0]
     check_tables(tables, page)
     # The interpreter has one tile for any number of rows: the bits of numpy's products depend on it.
-    tiling = choose_tiling(num_rows if q.is_cuda else _MANY_ROWS, D, q.dtype, q.device)
+    many = max(num_rows, _LEAST_ROWS if k.dtype != q.dtype else 1) if q.is_cuda else _MANY_ROWS
+    tiling = choose_tiling(many, D, q.dtype, q.device)
     # Of the same size whatever the queries, because at each tile what was summed is scaled again.
     block = min(choose_tiling(_MANY_ROWS, D, q.dtype, q.device).num_keys, page)
     num_parts = min(_MOST_PARTS, triton.cdiv(tables.shape[1] * page, _LEAST_SHARE.value))
@@ -249,7 +253,7 @@ def attend_exactly(
     sizes = (num_rows, T, num_parts, nodes.shape[2] - 1, K, H // K, score_scale(D))
     _old_kernel[(triton.cdiv(num_rows, tiling.num_rows), num_parts, B * K)](
         q, *tiles, k, v, positions, lengths, tables, part_acc, part_sums, *strides, *sizes, **shape,
-        BLOCK_R=tiling.num_rows, BLOCK_S=block, LINE=min(width, 128 // q.itemsize), BOXES=boxes,
+        BLOCK_R=tiling.num_rows, BLOCK_S=block, LINE=min(width, 128 // k.itemsize), BOXES=boxes,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlap(q.device),
     )  # fmt: skip
     _recent_kernel[(T, B * K)](

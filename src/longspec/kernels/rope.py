@@ -10,6 +10,8 @@ from torch import Tensor
 from longspec.kernels.launch import await_turn, launched, overlap
 
 _HEADS = 8
+# The largest number of fp8 (e4m3).
+_LARGEST = tl.constexpr(448.0)
 
 
 @triton.jit
@@ -17,6 +19,14 @@ def _head_norm(x, swapped, weight, weight_swapped, eps, D: tl.constexpr):
     """RMSNorm of heads, and of the same heads with their halves swapped."""
     scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     return x * scale * weight, swapped * scale * weight_swapped
+
+
+@triton.jit
+def _as_kept(x, dtype: tl.constexpr):
+    """x in the cache's dtype. fp8 is the nearest number, at most the largest; nan stays nan."""
+    if dtype == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(dtype)
 
 
 @launched
@@ -57,9 +67,9 @@ def _rope_kernel(
     b = token // num_tokens
     k_head, v_head = head - num_heads, head - num_heads - num_kv_heads
     k_at = keys + b * k_b + entry * k_s + k_head.to(tl.int64)[:, None] * k_h + d[None, :]
-    tl.store(k_at, rotated, mask=is_k & real)
+    tl.store(k_at, _as_kept(rotated, keys.dtype.element_ty), mask=is_k & real)
     v_at = values + b * v_b + entry * v_s + v_head.to(tl.int64)[:, None] * v_h + d[None, :]
-    tl.store(v_at, raw, mask=is_v & real)
+    tl.store(v_at, _as_kept(raw, values.dtype.element_ty), mask=is_v & real)
 
 
 def rope_write(
@@ -72,7 +82,7 @@ def rope_write(
     norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
     """Returns rotated queries [B, T, H, D], and writes keys and values to `keys` and `values`: a draft's ring
-    [B, K, S, D], or pages [K, S, D], which all rows share.
+    [B, K, S, D], or pages [K, S, D], which all rows share. Those may be fp8.
 
     qkv [B, T, (H + 2 K) D] is the projection; table [2, capacity, D] is `RopeTable.table`; positions and
     entries, int64 [B, T], say where each token is in the text and in S. An earlier kernel than the one that

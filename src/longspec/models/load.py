@@ -66,7 +66,7 @@ def load_target(
 def pack_ends(model: Transformer, precision: Precision) -> None:
     """Pack or round the head and, where it is rounded, the embedding."""
     rounding = precision.rounding
-    if precision.name:
+    if precision.name or precision.kv_name:
         model.precision = precision
     if rounding is None:
         pack(model, precision)

@@ -29,7 +29,7 @@ class Transformer(nn.Module):
         if config.tied_head:
             self.head.weight = self.embedding
         self.precision: Precision | None = None
-        """How the weights were rounded when they were loaded; None: they were not."""
+        """What the weights and the KV are kept in; None: in the dtype that it computes in."""
         self.rope = RopeTable(config.rope, config.head_dim)
         self.shard: Shard | None = None
         """Which part of the target this process holds; None: all of it."""
@@ -52,6 +52,11 @@ class Transformer(nn.Module):
     def weights(self) -> str:
         """What its weights are kept in."""
         return (self.precision or Precision(self.dtype)).weights
+
+    @property
+    def kv(self) -> str:
+        """What users call the type of its keys and values."""
+        return (self.precision or Precision(self.dtype)).kv
 
     @property
     def table(self) -> Table:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from longspec.attention import Attention
+from longspec.attention.base import copies_whole
 from longspec.config import ModelConfig, Quantisation
 from longspec.errors import UserError, check_known
 from longspec.models.eight_bit import KINDS, EightBitForm
@@ -69,12 +71,13 @@ GPU_ROUNDINGS = {
     for name, kind in KINDS.items()
 }
 WEIGHTS = ("auto", "float32", *ROUNDINGS, "fp8")
+KV_DTYPES = ("auto", "fp8")
 _FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype in which a target computes, and the type in which its weights are kept."""
+    """The dtype in which a target computes, and the types in which its weights and its KV are kept."""
 
     dtype: torch.dtype
     rounding: Rounding | None = None
@@ -82,6 +85,8 @@ class Precision:
     name: str = ""
     """What the weights are in, if that is not `dtype`. Without a rounding, only the weights that a checkpoint
     stores so."""
+    kv_name: str = ""
+    """What keys and values are in, if a user asks for fewer bytes."""
 
     @property
     def weights(self) -> str:
@@ -89,10 +94,17 @@ class Precision:
         return self.name or str(self.dtype).removeprefix("torch.")
 
     @property
+    def kv(self) -> str:
+        """What users call the type of keys and values."""
+        return self.kv_name or str(self.kv_dtype).removeprefix("torch.")
+
+    @property
     def kv_dtype(self) -> torch.dtype:
         """The dtype of keys and values. If products round their input, a difference in the last bit can grow
         to a whole rounding step. So attention then runs in fp64, where the order of its sums does not change
         the fp32 result."""
+        if self.kv_name:
+            return KINDS[self.kv_name]
         return torch.float64 if self.rounding and self.rounding.wide_attention else self.dtype
 
     @property
@@ -126,12 +138,12 @@ def pick_precision(
     plain = Precision(dtype)
     on_gpu = device.type == "cuda" and dtype != torch.float32
     if weights == "auto" and on_gpu and quantisation is not None:
-        _check_capability(quantisation.kind, device)
+        _check_capability("weights", quantisation.kind, device)
         return Precision(dtype, None, quantisation.kind)
     if weights in ("auto", plain.weights):
         return plain
     if on_gpu and weights in GPU_ROUNDINGS:
-        _check_capability(weights, device)
+        _check_capability("weights", weights, device)
         return Precision(dtype, GPU_ROUNDINGS[weights], weights)
     if device.type != "cpu" or dtype != torch.float32 or weights not in ROUNDINGS:
         raise UserError(
@@ -145,13 +157,41 @@ def pick_precision(
     return Precision(dtype, rounding, weights)
 
 
-def _check_capability(weights: str, device: torch.device) -> None:
+def with_kv_dtype(
+    precision: Precision, kv_dtype: str, head_dim: int, device: torch.device, attention: Attention
+) -> Precision:
+    """`precision` with the keys and values that `kv_dtype` asks for; "auto" leaves them as they are. Refused
+    where our kernels do not run, because nothing else reads and writes fp8."""
+    check_known("kv_dtype", kv_dtype, KV_DTYPES)
+    if kv_dtype == "auto":
+        return precision
+    with torch.inference_mode():
+        fused = attention.can_fuse(torch.empty(0, dtype=precision.dtype, device=device), head_dim)
+    if not fused:
+        name = str(precision.dtype).removeprefix("torch.")
+        raise UserError(
+            f"kv_dtype {kv_dtype!r} is for our kernels (attention triton, the default on a GPU), and they do "
+            f"not run {name} on {device} here; use auto"
+        )
+    if not copies_whole(head_dim, KINDS[kv_dtype]):
+        raise UserError(
+            f"kv_dtype {kv_dtype!r} needs heads whose size is a multiple of 16, and this target's have "
+            f"{head_dim}; use auto"
+        )
+    if device.type == "cuda":
+        _check_capability("kv_dtype", kv_dtype, device, "use auto")
+    return replace(precision, kv_name=kv_dtype)
+
+
+def _check_capability(
+    option: str, kind: str, device: torch.device, way_out: str = "use int8, or bfloat16 to expand them"
+) -> None:
     """Refuse fp8 where the GPU has no instructions for it."""
-    if weights != "fp8" or (found := torch.cuda.get_device_capability(device)) >= _FP8_CAPABILITY:
+    if kind != "fp8" or (found := torch.cuda.get_device_capability(device)) >= _FP8_CAPABILITY:
         return
     raise UserError(
-        f"weights 'fp8' need a GPU of compute capability 8.9 or later, and {device} has "
-        f"{found[0]}.{found[1]}; use int8, or bfloat16 to expand them"
+        f"{option} 'fp8' needs a GPU of compute capability 8.9 or later, and {device} has "
+        f"{found[0]}.{found[1]}; {way_out}"
     )
 
 

@@ -38,6 +38,7 @@ class Host:
             str(model.target.device),
             str(model.target.dtype).removeprefix("torch."),
             model.target.weights,
+            model.target.kv,
             self._engine.scheduler.max_rows,
             model.maker,
         )

@@ -100,6 +100,7 @@ class Service:
             "device": facts.device,
             "dtype": facts.dtype,
             "weights": facts.weights,
+            "kv_dtype": facts.kv_dtype,
             "methods": [
                 name
                 for name, choice in choices().items()

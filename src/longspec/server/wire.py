@@ -28,6 +28,7 @@ class Facts:
     device: str
     dtype: str
     weights: str
+    kv_dtype: str
     max_rows: int
     maker: SequenceMaker
 

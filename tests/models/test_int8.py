@@ -89,12 +89,12 @@ def test_drafts_nearly_the_same_tokens(smollm2: LongSpec) -> None:
         assert isinstance(draft.qkv, Int8Linear) == isinstance(head.rows, Int8Linear) == (kind == "int8")
         engine = Engine(target, draft, head, max_length=160, max_rows=1, num_pages=20, page_size=16)
         method = Both()
-        ask(engine, [prompt], method, new=61)
+        ask(engine, [prompt], method, new=41)
         drafted[kind] = method.drafted
-        assert len(method.drafted) == 60
+        assert len(method.drafted) == 40
     assert len(set(drafted["target"])) > 10, "or agreeing would say little"
     same = sum(one == two for one, two in zip(*drafted.values(), strict=True))
-    assert same >= 54
+    assert same >= 36
 
 
 def test_the_words_of_the_context_join_the_vocabulary() -> None:

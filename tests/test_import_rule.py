@@ -18,7 +18,7 @@ LEVELS: list[set[str]] = [
     {"config", "generation", "option", "progress", "records", "template_process", "templates", "text"},
     {"prompts"},
     {"hub"},
-    {"kernels"},
+    {"kernels", "native"},
     {"attention", "cache"},
     {"models"},
     {"decoding"},

@@ -59,10 +59,16 @@ def tiny_folder(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-@pytest.fixture
-def tiny(tiny_folder: Path) -> LongSpec:
-    """That one, loaded; greedy and on the CPU."""
+@pytest.fixture(scope="session")
+def _tiny(tiny_folder: Path) -> LongSpec:
     return LongSpec.from_pretrained(str(tiny_folder), dtype="float32", device="cpu", calibrate=False)
+
+
+@pytest.fixture
+def tiny(_tiny: LongSpec) -> LongSpec:
+    """That one, loaded, holding nothing of earlier requests; greedy and on the CPU."""
+    _tiny.reset()
+    return _tiny
 
 
 @pytest.fixture(scope="session")

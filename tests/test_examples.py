@@ -12,7 +12,7 @@ from longspec import LongSpec
 
 ROOT = Path(__file__).parent.parent
 SHOWN = {
-    "stream": r"12 tokens in \d+ rounds by .+, tau \d",
+    "stream": r"8 tokens in \d+ rounds by .+, tau \d",
     "batch": r"the same words alone: True",
     "own_draft": r"tau [1-9]\.\d\d instead of 1\.00",
     "compare_methods": r"(\w+ .+, the same words\n){6}",
@@ -21,7 +21,7 @@ SHOWN = {
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_example(name: str, smollm2: LongSpec, capsys: pytest.CaptureFixture[str]) -> None:
-    import_module(f"examples.{name}").main(smollm2, max_new_tokens=12)
+    import_module(f"examples.{name}").main(smollm2, max_new_tokens=8)
     assert re.search(SHOWN[name], capsys.readouterr().out)
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import longspec
 
 ROOT = Path(longspec.__file__).parent
@@ -76,8 +78,9 @@ def newly_imported(names: tuple[str, ...], code: str, before: str = "") -> list[
     return found
 
 
-def test_help_imports_nothing_heavy() -> None:
-    code = "import longspec.cli.main as m\ntry: m.main(['--help'])\nexcept SystemExit: pass"
+@pytest.mark.parametrize("words", [["--help"], ["generate", "--temperature", "-1", "Hi"]])
+def test_help_and_refusals_import_nothing_heavy(words: list[str]) -> None:
+    code = f"import longspec.cli.main as m\ntry: m.main({words!r})\nexcept SystemExit: pass"
     assert newly_imported(("torch", "transformers", "numpy", "rich"), code) == []
 
 

@@ -14,6 +14,7 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def checked(before: DraftConfig, num_layers: int, flags: argparse.Namespace) -> 
     return replace(before, cross_layers=layers, draft_vocab=vocab, max_lag=lag, lag_gate=gate)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Write the grown draft."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -101,7 +102,7 @@ def main() -> int:
         "--lag-gate", action="store_true", help="let it know how far it lags (draft.lag_gate)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the new weights (default: %(default)s)")
-    flags = parser.parse_args()
+    flags = parser.parse_args(argv)
     try:
         from safetensors.torch import load_file, save
 

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, get_args
 
-from longspec.decoding.accept import AcceptanceRule
 from longspec.decoding.methods import Auto, MethodChoice
 from longspec.decoding.methods.registry import all_options, choose_method
-from longspec.decoding.sampling import Sampling
+from longspec.decoding.sampling import AcceptanceRule, Sampling
 from longspec.errors import UserError, check_known, entry, flag, whole_number, whole_numbers
 
 DEFAULT_MAX_NEW_TOKENS = 512

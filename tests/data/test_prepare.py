@@ -94,7 +94,7 @@ def test_stream_holds_every_document_and_its_origin(plain: Path, tiny_folder: Pa
         dataset[len(dataset)]
 
 
-def test_every_format_gives_the_same_tokens(plain: Path, tiny_folder: Path, tmp_path: Path) -> None:
+def test_every_format_gives_the_same_tokens(plain: Path, small_target: Path, tmp_path: Path) -> None:
     data = plain.read_bytes()
     packers: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": zst}
     inputs = {}
@@ -112,17 +112,17 @@ def test_every_format_gives_the_same_tokens(plain: Path, tiny_folder: Path, tmp_
     saved = datasets.Dataset.from_list(RECORDS)
     saved.save_to_disk(str(inputs.setdefault("saved", tmp_path / "saved")), num_shards=3)
     datasets.DatasetDict({"train": saved}).save_to_disk(str(inputs.setdefault("dict", tmp_path / "dict")))
-    make(tiny_folder, tmp_path / "plain", plain)
+    make(small_target, tmp_path / "plain", plain)
     expected = tokens(tmp_path / "plain")
     for name, path in inputs.items():
-        make(tiny_folder, tmp_path / f"out {name}", path)
+        make(small_target, tmp_path / f"out {name}", path)
         assert tokens(tmp_path / f"out {name}") == expected, name
 
 
-def test_skip_and_limit_part_the_records(plain: Path, tiny_folder: Path, tmp_path: Path) -> None:
-    whole = make(tiny_folder, tmp_path / "whole", plain, pack="whole")
-    first = make(tiny_folder, tmp_path / "first", plain, pack="whole", limit=70)
-    rest = make(tiny_folder, tmp_path / "rest", plain, pack="whole", skip=70, min_tokens=5)
+def test_skip_and_limit_part_the_records(plain: Path, small_target: Path, tmp_path: Path) -> None:
+    whole = make(small_target, tmp_path / "whole", plain, pack="whole")
+    first = make(small_target, tmp_path / "first", plain, pack="whole", limit=70)
+    rest = make(small_target, tmp_path / "rest", plain, pack="whole", skip=70, min_tokens=5)
     assert (first.documents, rest.documents + rest.short) == (70, 130)
     assert rest.short > 0
     assert whole.tokens > first.tokens + rest.tokens
@@ -163,67 +163,67 @@ BAD: dict[str, tuple[str, bytes, str, int]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named_or_counted(name: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_bad_input_is_named_or_counted(name: str, small_target: Path, tmp_path: Path) -> None:
     file, content, said, num_good = BAD[name]
     (tmp_path / file).write_bytes(content)
     (tmp_path / "z.jsonl").write_bytes(GOOD)
     inputs = (tmp_path / file, tmp_path / "z.jsonl")
     with pytest.raises(UserError) as caught:
-        make(tiny_folder, tmp_path / "out", *inputs)
+        make(small_target, tmp_path / "out", *inputs)
     assert said in str(caught.value)
     assert "--skip-bad" in str(caught.value)
     assert not (tmp_path / "out").exists(), "nothing half-written"
-    summary = make(tiny_folder, tmp_path / "out", *inputs, skip_bad=True)
+    summary = make(small_target, tmp_path / "out", *inputs, skip_bad=True)
     assert (summary.documents, summary.bad) == (num_good + 1, 1)
     assert said in summary.bad_places[0]
 
 
-def test_no_usable_document_and_no_tokenizer(plain: Path, tiny_folder: Path, tmp_path: Path) -> None:
+def test_no_usable_document_and_no_tokenizer(plain: Path, small_target: Path, tmp_path: Path) -> None:
     (tmp_path / "short.jsonl").write_bytes(b'{"text": ""}\n{"text": 1}\n')
     with pytest.raises(UserError, match=r"no usable document in .*1 bad.*1 shorter than --min-tokens 2"):
-        make(tiny_folder, tmp_path / "out", tmp_path / "short.jsonl", skip_bad=True)
+        make(small_target, tmp_path / "out", tmp_path / "short.jsonl", skip_bad=True)
     (tmp_path / "nothing").mkdir()
     with pytest.raises(UserError, match="has no tokenizer"):
         make(tmp_path / "nothing", tmp_path / "out", plain)
     with pytest.raises(UserError, match="has no input"):
-        make(tiny_folder, tmp_path / "out", tmp_path / "nothing")
+        make(small_target, tmp_path / "out", tmp_path / "nothing")
     with pytest.raises(UserError, match="given twice"):
-        make(tiny_folder, tmp_path / "out", plain, plain)
+        make(small_target, tmp_path / "out", plain, plain)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_alone_suffices(plain: Path, tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_alone_suffices(plain: Path, small_target: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "tokenizer" / name).write_bytes((tiny_folder / name).read_bytes())
+        (tmp_path / "tokenizer" / name).write_bytes((small_target / name).read_bytes())
     make(tmp_path / "tokenizer", tmp_path / "out", plain)
-    make(tiny_folder, tmp_path / "whole model", plain)
+    make(small_target, tmp_path / "whole model", plain)
     assert tokens(tmp_path / "out") == tokens(tmp_path / "whole model")
 
 
-def test_a_finished_folder_is_done_and_guarded(plain: Path, tiny_folder: Path, tmp_path: Path) -> None:
-    first = make(tiny_folder, tmp_path / "out", plain)
-    again = make(tiny_folder, tmp_path / "out", plain, workers=3, skip_bad=True)
+def test_a_finished_folder_is_done_and_guarded(plain: Path, small_target: Path, tmp_path: Path) -> None:
+    first = make(small_target, tmp_path / "out", plain)
+    again = make(small_target, tmp_path / "out", plain, workers=3, skip_bad=True)
     assert (again.already, again.sequences, again.tokens) == (True, first.sequences, first.tokens)
     with pytest.raises(UserError, match="seq_length was 64 and is 32"):
-        make(tiny_folder, tmp_path / "out", plain, seq_length=32)
+        make(small_target, tmp_path / "out", plain, seq_length=32)
     plain.write_bytes(plain.read_bytes() + GOOD)
     with pytest.raises(UserError, match="input_files was"):
-        make(tiny_folder, tmp_path / "out", plain)
+        make(small_target, tmp_path / "out", plain)
     with pytest.raises(UserError, match="is not empty"):
-        make(tiny_folder, tmp_path, plain)
+        make(small_target, tmp_path, plain)
 
 
-def test_bad_records_late_keep_the_finished_shards(tiny_folder: Path, tmp_path: Path) -> None:
+def test_bad_records_late_keep_the_finished_shards(small_target: Path, tmp_path: Path) -> None:
     """Who then asks for --skip-bad does not begin anew, and gets what an unbroken run gives."""
     path = tmp_path / "late.jsonl"
     path.write_bytes(lines(RECORDS) + b"{\n" + lines(RECORDS[:20]))
     with pytest.raises(UserError, match=r"late\.jsonl line 201"):
-        make(tiny_folder, tmp_path / "out", path)
+        make(small_target, tmp_path / "out", path)
     kept = (tmp_path / "out" / "shard-00000" / "tokens.npy").stat().st_mtime_ns
-    make(tiny_folder, tmp_path / "out", path, skip_bad=True)
+    make(small_target, tmp_path / "out", path, skip_bad=True)
     assert (tmp_path / "out" / "shard-00000" / "tokens.npy").stat().st_mtime_ns == kept
-    make(tiny_folder, tmp_path / "unbroken", path, skip_bad=True)
+    make(small_target, tmp_path / "unbroken", path, skip_bad=True)
     assert same(tmp_path / "out", tmp_path / "unbroken")
 
 
@@ -246,11 +246,11 @@ def die_at(number: int, when: str, options: PrepareOptions) -> None:
 
 
 @pytest.mark.parametrize("pack", ["stream", "whole", "single"])
-def test_stopped_at_any_shard_it_goes_on(pack: str, plain: Path, tiny_folder: Path, tmp_path: Path) -> None:
+def test_stopped_at_any_shard_it_goes_on(pack: str, plain: Path, small_target: Path, tmp_path: Path) -> None:
     options = PrepareOptions(
         (str(plain),),
         tmp_path / "out",
-        str(tiny_folder),
+        str(small_target),
         pack=pack,
         seq_length=32,
         shard_sequences=20,

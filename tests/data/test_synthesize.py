@@ -55,8 +55,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_rows_and_their_neighbours_change_nothing(tiny: LongSpec) -> None:
     generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(40, 4000, (1 + 7 * n % 30,), generator=generator).tolist() for n in range(40)]
-    limits, temperatures = [1 + 5 * n % 23 for n in range(40)], [(0.0, 0.6, 1.0)[n % 3] for n in range(40)]
+    prompts = [torch.randint(40, 4000, (1 + 7 * n % 30,), generator=generator).tolist() for n in range(24)]
+    limits, temperatures = [1 + 5 * n % 23 for n in range(24)], [(0.0, 0.6, 1.0)[n % 3] for n in range(24)]
     alone = [
         tiny.generate(prompt, max_new_tokens=limit, temperature=warm, seed=n, eos_ids=(), method="vanilla")
         for n, (prompt, limit, warm) in enumerate(zip(prompts, limits, temperatures, strict=True))
@@ -76,7 +76,7 @@ def test_rows_and_their_neighbours_change_nothing(tiny: LongSpec) -> None:
         orders.append([one.seed for one in engine.run_each(iter(asked))])
         assert [one.tokens for one in asked] == expected
         assert all((one.finish_reason == "eos") == (one.tokens[-1] in ends) for one in asked)
-        assert sorted(orders[-1]) == list(range(40))
+        assert sorted(orders[-1]) == list(range(24))
         assert engine.statistics.held_pages == 0
     assert orders[1] == orders[2], "who runs beside whom does not follow from time"
 
@@ -107,8 +107,8 @@ def test_loops_and_near_duplicates_are_found() -> None:
 
 def test_the_target_asks_itself_and_answers(smollm2: LongSpec, tmp_path: Path) -> None:
     (tmp_path / "topics").write_text("Write a Python function\n\nTranslate to French:\n")
-    flags = ["--tokens", 120, "--batch", 8, "--max-new-tokens", 24, "--max-question-tokens", 64]
-    flags += ["--shard-samples", 8]
+    flags = ["--tokens", 60, "--batch", 4, "--max-new-tokens", 16, "--max-question-tokens", 40]
+    flags += ["--shard-samples", 4]
     made = subprocess.run(
         command("--output", tmp_path / "own", "--prefixes", tmp_path / "topics", "--json", *flags),
         capture_output=True,
@@ -118,7 +118,7 @@ def test_the_target_asks_itself_and_answers(smollm2: LongSpec, tmp_path: Path) -
     assert made.returncode == 0, made.stderr
     summary = json.loads(made.stdout)
     assert summary["num_samples"] == summary["kept"] + sum(summary["dropped"].values())
-    assert summary["num_tokens"] >= 120
+    assert summary["num_tokens"] >= 60
     assert summary["tokens_per_second"] > 0
     found = texts(tmp_path / "own", smollm2.tokenizer)
     assert len(found) == summary["kept"]
@@ -241,7 +241,7 @@ def test_hardly_a_token_of_endless_questions_is_lost(
     """The random target never ends a question."""
     options = SynthesisOptions(
         tmp_path / "own",
-        4000,
+        2000,
         str(tiny_folder),
         temperatures=(1.0,),
         seq_length=256,
@@ -250,7 +250,7 @@ def test_hardly_a_token_of_endless_questions_is_lost(
         batch=16,
     )
     made = synthesize(options)
-    assert made.questions_cut == made.kept == made.num_samples > 20
+    assert made.questions_cut == made.kept == made.num_samples > 10
     written = sum(len(one) for one in _written(options.output))
     # What is not lost is the answers and what is left of the questions.
     assert 0 < made.lost_share < 0.15
@@ -294,7 +294,7 @@ def test_a_loop_ends_an_answer_at_the_same_place_for_every_batch(parrot_folder: 
 
 
 def test_killed_it_goes_on_to_the_same_bytes_and_other_flags_are_refused(
-    tiny_folder: Path, tmp_path: Path
+    small_target: Path, tmp_path: Path
 ) -> None:
     documents, prompts = tmp_path / "documents.jsonl", tmp_path / "prompts.jsonl"
     documents.write_text(
@@ -303,8 +303,8 @@ def test_killed_it_goes_on_to_the_same_bytes_and_other_flags_are_refused(
     prompts.write_text("".join(json.dumps({"prompt": f"Tell me about {n}"}) + "\n" for n in range(20)))
     request = SynthesisOptions(
         tmp_path / "whole",
-        5000,
-        str(tiny_folder),
+        8000,
+        str(small_target),
         modes={"prompts": 0.5, "documents": 0.5},
         prompts=prompts,
         documents=documents,
@@ -316,7 +316,7 @@ def test_killed_it_goes_on_to_the_same_bytes_and_other_flags_are_refused(
         shard_samples=16,
     )
     broken = tmp_path / "broken"
-    flags = ["--target", tiny_folder, "--tokens", "5k", "--mode", "prompts:0.5,documents:0.5"]
+    flags = ["--target", small_target, "--tokens", "8k", "--mode", "prompts:0.5,documents:0.5"]
     flags += ["--documents", documents, "--prompts", prompts, "--given-tokens", 40, "--seq-length", 256]
     flags += ["--max-new-tokens", 48, "--temperatures", "0.7,1.0", "--batch", 16, "--shard-samples", 16]
     process = subprocess.Popen(command("--output", broken, *flags))

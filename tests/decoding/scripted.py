@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from longspec.attention import AttentionPlan
 from longspec.cache import Pages
 from longspec.config import DraftConfig, ModelConfig
-from longspec.decoding.accept import AcceptanceRule
 from longspec.decoding.methods import VANILLA, MethodChoice, Seq, Tree
 from longspec.decoding.methods.drafted import Drafted
 from longspec.decoding.round import Models
-from longspec.decoding.sampling import Sampling
+from longspec.decoding.sampling import AcceptanceRule, Sampling
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 from longspec.engine.engine import Engine

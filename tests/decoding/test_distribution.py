@@ -22,7 +22,7 @@ from longspec.engine.fill import Segments, finish_prompts
 from longspec.engine.sequence import Sequence
 from tests.decoding.scripted import logits_of, pass_over, tiny_draft, tiny_engine, tiny_target
 
-V, PLACES, SAMPLES, ROWS = 7, 3, 16_000, 2_000
+V, PLACES, SAMPLES, ROWS = 7, 3, 10_000, 2_000
 PROMPT = [3, 1, 4, 1, 5]
 UNLIKELY = 1e-4
 SAMPLING = Sampling(temperature=0.8, top_p=0.97)

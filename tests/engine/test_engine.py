@@ -17,9 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from longspec import LongSpec, UserError
-from longspec.decoding.accept import AcceptanceRule
 from longspec.decoding.methods import VANILLA, Auto, Lookup, MagicDec, Seq, Tree
-from longspec.decoding.sampling import Sampling
+from longspec.decoding.sampling import AcceptanceRule, Sampling
 from longspec.engine import chunks
 from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence

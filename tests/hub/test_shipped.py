@@ -77,7 +77,7 @@ def test_the_draft_of_the_default_target_is_whole_and_good(smollm2: LongSpec) ->
 
     kept = rounds = 0
     for question in ("How do bees make honey?", "Write a Python function that adds up a list of numbers."):
-        options: dict[str, Any] = {"max_new_tokens": 64, "temperature": 0.0}
+        options: dict[str, Any] = {"max_new_tokens": 48, "temperature": 0.0}
         drafted = smollm2.generate(question, method="tree", tree_shape=(4, 8, 8, 8), **options)
         assert drafted.token_ids == smollm2.generate(question, method="vanilla", **options).token_ids
         kept, rounds = kept + drafted.tokens - 1, rounds + drafted.rounds

@@ -79,9 +79,16 @@ def check(
             torch.testing.assert_close(lse[b].double(), true_lse, atol=max(1e-4, bound), rtol=1e-3)
 
 
+# In fp32 all kinds; the other types change tiles and tolerance only.
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["chain", "trees", "window", "wide"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        *((torch.float32, kind) for kind in ("chain", "trees", "window", "wide")),
+        *((dtype, kind) for dtype in DTYPES[1:] for kind in ("trees", "wide")),
+    ],
+    ids=str,
+)
 def test_attention_over_pages(
     shape: tuple[int, int, int, int, int, int, list[int]], dtype: torch.dtype, kind: str
 ) -> None:

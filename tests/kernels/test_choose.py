@@ -76,7 +76,7 @@ def choose_alike(
 
 @pytest.mark.parametrize(
     ("V", "spread", "N", "rows"),
-    [(40, 1.0, 2, None), (1500, 4.0, 3, None), (4999, 0.1, 1, None), (4999, 0.1, 8, 2)],
+    [(40, 1.0, 2, None), (1500, 4.0, 2, None), (4999, 0.1, 1, None), (4999, 0.1, 4, 2)],
 )
 def test_rows_of_all_settings_choose_together(V: int, spread: float, N: int, rows: int | None) -> None:
     """Each row as `choose` does for it alone: with the penalty, and without any marks."""
@@ -119,7 +119,7 @@ def test_the_penalty_knows_a_nodes_ancestors() -> None:
     parents = torch.tensor([[0, 0, 0, 1, 1, 3], [0, 0, 1, 2, 3, 4], [0, 0, 0, 0, 0, 0]])
     tokens = torch.randint(V, (B, N), generator=torch.Generator().manual_seed(3))
     differs = 0
-    for seed in range(3):
+    for seed in range(2):
         logits, seeds, positions, seen = random_rows(B, N, V, 1.0, seed)
         occurred = seen[:, None].repeat(1, N, 1)
         for b in range(B):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,9 +10,8 @@ import torch
 
 from longspec.attention import choose_backend
 from longspec.cache import Pages
-from longspec.decoding.accept import AcceptanceRule
 from longspec.decoding.methods import VANILLA, Auto, Lookup, MagicDec, Seq, Tree
-from longspec.decoding.sampling import Sampling
+from longspec.decoding.sampling import AcceptanceRule, Sampling
 from longspec.engine.sequence import Sequence
 from longspec.kernels import linear
 from tests.decoding.scripted import pass_over, tiny_draft, tiny_engine, tiny_target
@@ -24,8 +24,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("small", "ffn"), [(0, 24), (400, 24), (1100, 80), (linear._SMALL, 24)])
+@pytest.mark.parametrize(
+    ("family", "small", "ffn"),
+    [
+        *(("qwen2", *sizes) for sizes in ((0, 24), (400, 24), (1100, 80), (linear._SMALL, 24))),
+        ("llama", 400, 24),
+        ("qwen3", 400, 24),
+        ("qwen3", linear._SMALL, 24),
+    ],
+)
 def test_the_target(family: str, small: int, ffn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # What counts as small decides who multiplies: a library, our kernels, or either by turns.
     monkeypatch.setattr(linear, "_SMALL", small)
@@ -66,7 +73,6 @@ METHODS = {
     "auto": Auto(max_nodes=2),
     "drawn": Tree(tree_shape=(2, 2)),
 }
-SLOW = ("auto", "drawn")
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(0.8, top_p=0.9, repetition_penalty=1.2)}
 
 
@@ -94,9 +100,22 @@ OTHER = {"cross_layers": (1, 0), "draft_vocab": 20, "use_feature": False, "lag_g
 OURS = {"cross_layers": (0, 1), "final_norm": True, "qkv_bias": False, "intermediate_size": 96}
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+# Seconds each in the interpreter, so that every change is held against these alone.
+QUICK = [
+    ("vanilla", "sampled"),
+    ("seq", "greedy"),
+    ("tree", "sampled"),
+    ("magicdec", "sampled"),
+    ("lookup", "greedy"),
+]
+
+
 @pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=pytest.mark.full) if name in SLOW else name for name in METHODS]
+    ("method", "sampling"),
+    [
+        pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.full)
+        for pair in itertools.product(METHODS, SAMPLINGS)
+    ],
 )
 def test_an_engine_says_the_same_words(method: str, sampling: str) -> None:
     # On a CPU the words of the text join a draft's own vocabulary, which changes what is drawn from it.

@@ -19,8 +19,11 @@ from longspec.engine.memory import EngineSize
 from longspec.models.draft import ContextHead, DraftHead, GlideDraft
 from longspec.models.int8 import Int8Linear
 from longspec.models.layers import Block, Linear
+from longspec.models.native import NativeLinear
 from longspec.models.target import Transformer
 from tests.decoding.scripted import ask, tiny_target
+
+ROUNDED = (Int8Linear, NativeLinear)  # by torch, or by C code where it can be compiled
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 5), (3, 2)], ids=str)
@@ -87,15 +90,15 @@ def test_drafts_nearly_the_same_tokens(smollm2: LongSpec) -> None:
     prompt = smollm2.encoder.encode("Explain how a ship floats, step by step.", False, 49152)
     for kind in ("target", "int8"):
         draft, head = prepare_draft(real_draft(target, 8192), target, kind)
-        assert isinstance(draft.qkv, Int8Linear) == isinstance(head.rows, Int8Linear) == (kind == "int8")
+        assert isinstance(draft.qkv, ROUNDED) == isinstance(head.rows, ROUNDED) == (kind == "int8")
         engine = Engine(target, draft, head, size=EngineSize(1, 160, 16, 20))
         method = Both()
-        ask(engine, [prompt], method, new=61)
+        ask(engine, [prompt], method, new=41)
         drafted[kind] = method.drafted
-        assert len(method.drafted) == 60
+        assert len(method.drafted) == 40
     assert len(set(drafted["target"])) > 10, "or agreeing would say little"
     same = sum(one == two for one, two in zip(*drafted.values(), strict=True))
-    assert same >= 54
+    assert same >= 36
 
 
 def test_the_words_of_the_context_join_the_vocabulary() -> None:
@@ -120,6 +123,6 @@ def test_what_cannot_be_is_refused() -> None:
     draft.initialise()
     with pytest.raises(UserError, match="draft_dtype 'int8' needs float32"):
         prepare_draft(draft, target, "int8")
-    assert not isinstance(prepare_draft(draft, target)[0].qkv, Int8Linear)
+    assert not isinstance(prepare_draft(draft, target)[0].qkv, ROUNDED)
     with pytest.raises(UserError, match="draft_dtype 'int4' is unknown; there are: auto, int8, target"):
         LongSpec.from_pretrained("smollm2-135m", draft_dtype="int4")

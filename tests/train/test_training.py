@@ -70,7 +70,8 @@ def test_two_processes_learn_exactly_what_one_does(
 ) -> None:
     # Shares of a target cannot be read by our kernels, which are what a GPU would choose.
     module = "longspec.train" if name == "zero1" else "tests.train.with_kernels"
-    run(settings(home, name, *more, accumulation=accumulation), 2, launcher, module)
+    rare = ("evaluation.every=8", "saving.save_steps=8")
+    run(settings(home, name, *rare, *more, accumulation=accumulation), 2, launcher, module)
     alone, together = losses(unbroken), losses(home / name)
     assert alone.keys() == together.keys() == set(range(1, 9))
     assert [together[step] for step in alone] == pytest.approx(list(alone.values()), rel=1e-5)
@@ -79,7 +80,7 @@ def test_two_processes_learn_exactly_what_one_does(
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
     texts = [json.loads((folder / "held_out.json").read_text()) for folder in (unbroken, home / name)]
     assert texts[0] == texts[1]
-    assert taus(home / name) == pytest.approx(taus(unbroken))
+    assert taus(home / name) == pytest.approx({step: taus(unbroken)[step] for step in (0, 8)})
     assert bool(list((home / name).glob("wandb/offline-run-*"))) == ("logger=wandb_offline" in more)
 
 

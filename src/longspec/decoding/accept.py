@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from longspec.decoding.choose import choose
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 
-AcceptanceRule = Literal["coupled", "rejection"]
 LogitsAt = Callable[[Tensor], Tensor]
 """The target's logits [B, V] at one node per row, int64 [B]."""
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from longspec.errors import UserError, number
 from longspec.option import option
+
+AcceptanceRule = Literal["coupled", "rejection"]
 
 
 @dataclass(frozen=True)

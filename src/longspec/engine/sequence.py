@@ -10,9 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from longspec.decoding.accept import AcceptanceRule
 from longspec.decoding.methods import Auto, Method, MethodChoice
-from longspec.decoding.sampling import Sampling
+from longspec.decoding.sampling import AcceptanceRule, Sampling
 
 Logprobs = tuple[float, list[tuple[int, float]]]
 """Of one place: the logarithm of the chosen token's probability, and the most probable tokens with theirs."""

@@ -18,6 +18,8 @@ from longspec import LongSpec
 
 FILES = {longspec.api.__file__, longspec.engine.engine.__file__}
 torch.set_num_threads(1)
+# Whoever runs the tests in the background had interrupts ignored, which is inherited.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 model = LongSpec.from_pretrained(sys.argv[1], device="cpu", calibrate=False)
 
 

@@ -59,6 +59,26 @@ def _attend(
         q = q.contiguous()
     if v.stride() != k.stride() or k.stride()[-2:] != (D, 1):
         k, v = k.contiguous(), v.contiguous()
+    context, _kept = make_context((T, H), q.stride(1), k, v, lengths, own, sees, plan)
+    context.num_rows = B
+    out, lse = q.new_empty(B, T, H, D), q.new_empty(B, T, H)
+    code().attend(context, q.data_ptr(), out.data_ptr(), lse.data_ptr(), torch.get_num_threads())
+    return out, lse
+
+
+def make_context(
+    num_queries: tuple[int, int],
+    query_stride: int,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    own: int = 0,
+    sees: Tensor | None = None,
+    plan: AttentionPlan | None = None,
+) -> tuple[Context, tuple[Tensor | None, ...]]:
+    """What queries attend to, for the C code, and the tensors that it points to. `num_queries` are the tokens
+    of a row and the heads."""
+    T, H = num_queries
     lengths = None if lengths is None else lengths.contiguous()
     sees = None if sees is None else sees.contiguous()
     tables = None if plan is None else plan.tables.contiguous()
@@ -66,13 +86,12 @@ def _attend(
         keys=k.data_ptr(),
         values=v.data_ptr(),
         head_stride=k.stride(-3),
-        num_rows=B,
         num_queries=T,
         num_heads=H,
-        head_dim=D,
+        head_dim=k.shape[-1],
         num_layers=1,
         num_kv_heads=k.shape[-3],
-        query_stride=q.stride(1),
+        query_stride=query_stride,
         lengths=None if lengths is None else lengths.data_ptr(),
         num_own=own,
         sees=None if sees is None else sees.data_ptr(),
@@ -82,15 +101,10 @@ def _attend(
     if plan is None or tables is None:
         context.row_stride = k.stride(0)
     else:
-        context.tables, context.page_size, context.num_pages = (
-            tables.data_ptr(),
-            plan.page_size,
-            tables.shape[1],
-        )
+        context.tables, context.num_pages = tables.data_ptr(), tables.shape[1]
+        context.page_size = plan.page_size
         if k.ndim == 4:
             context.num_layers, context.layer_stride = k.shape[0], k.stride(0)
         if plan.window is not None:
             context.sinks, context.window = plan.sinks, plan.window
-    out, lse = q.new_empty(B, T, H, D), q.new_empty(B, T, H)
-    code().attend(context, q.data_ptr(), out.data_ptr(), lse.data_ptr(), torch.get_num_threads())
-    return out, lse
+    return context, (lengths, sees, tables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,20 @@ class ForwardPass(Protocol):
         """Attend with a layer's projection [B, T, (H + 2 K) D] of the new tokens. Returns [B, T, H D], or
         fewer tokens if only the last ones are needed."""
         ...
+
+    def through(self, blocks: Sequence[Block], stream: Stream) -> Stream:
+        """The stream behind all blocks."""
+        ...
+
+
+class BlockByBlock:
+    """The part of a `ForwardPass` that takes the stream through one block after the other."""
+
+    def through(self: ForwardPass, blocks: Sequence[Block], stream: Stream) -> Stream:
+        followers = (*(block.reader for block in blocks[1:]), None)
+        for block, following in zip(blocks, followers, strict=True):
+            stream = block(stream, self, following)
+        return stream
 
 
 class RMSNorm(nn.Module):

@@ -8,18 +8,23 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+from collections.abc import Sequence
+from ctypes import Array, pointer
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspec.attention import AttentionPlan
-from longspec.attention.native_backend import NativeAttention
+from longspec.attention.native_backend import NativeAttention, make_context
 from longspec.cache import Pages
 from longspec.models.layers import (
     PLAIN,
+    Block,
+    BlockByBlock,
     CpuLinear,
     FeedForward,
     Linear,
@@ -30,7 +35,7 @@ from longspec.models.layers import (
     SelfAttention,
     Stream,
 )
-from longspec.native.build import Matrix, Writing, code, library
+from longspec.native.build import Layer, Matrix, Writing, code, library
 
 if TYPE_CHECKING:
     from longspec.models.target import Transformer
@@ -95,7 +100,7 @@ class NativeLinear(CpuLinear):
         self.register_buffer("weight", _ARENA.keep(blocks.transpose(1, 2)))
         self.register_buffer("scales", F.pad(scales, (0, missing)))
         self.bias = None if linear.bias is None else F.pad(linear.bias.detach(), (0, missing))
-        self._matrix = Matrix(
+        self.matrix = Matrix(
             self.weight.data_ptr(),
             self.scales.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
@@ -140,7 +145,7 @@ class NativeLinear(CpuLinear):
         weight, eps = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
         adds, threads = total is not None, torch.get_num_threads()
         rows = out.numel() // self.num_out
-        code().product(self._matrix, form, x.data_ptr(), weight, eps, rows, adds, out.data_ptr(), threads)
+        code().product(self.matrix, form, x.data_ptr(), weight, eps, rows, adds, out.data_ptr(), threads)
         return out
 
 
@@ -176,7 +181,7 @@ def ops_of(linear: nn.Module) -> Ops:
 
 
 @dataclass(frozen=True)
-class NativePass:
+class NativePass(BlockByBlock):
     """Writes the new tokens' KV into the pages and attends, for few tokens per row."""
 
     pages: Pages
@@ -186,6 +191,8 @@ class NativePass:
     writing: Writing
     kept: tuple[Tensor, ...]
     """What `writing` points to."""
+    layers: Array[Layer] | None
+    """All of the target, if all of it is int8."""
     ops: Ops
 
     @classmethod
@@ -203,7 +210,8 @@ class NativePass:
         if not isinstance(attention, NativeAttention) or not attention.covers(pages.keys, positions.shape[1]):
             return None
         # In training a norm may be empty, or torch's own kind of share.
-        if first.q_norm is not None and type(first.q_norm.weight.data) is not Tensor:
+        norm = first.q_norm
+        if norm is not None and (type(norm.weight.data) is not Tensor or not norm.weight.numel()):
             return None
         kept = (places.contiguous(), positions.contiguous(), target.rope.table)
         _, num_kv_heads, num_entries, head_dim = pages.keys.shape
@@ -218,7 +226,25 @@ class NativePass:
             angles=kept[2].data_ptr(),
             num_angles=kept[2].shape[1],
         )
-        return cls(pages, attention, plan, end, writing, kept, ops_of(first.qkv))
+        ops = ops_of(first.qkv)
+        layers = _layers(target) if ops is NATIVE else None
+        return cls(pages, attention, plan, end, writing, kept, layers, ops)
+
+    def through(self, blocks: Sequence[Block], stream: Stream) -> Stream:
+        if self.layers is None:
+            return super().through(blocks, stream)
+        to, plan, stream = self.writing, self.plan, stream.contiguous()
+        k, v = self.pages.layer(0)
+        to.keys, to.values = k.data_ptr(), v.data_ptr()
+        shape = (plan.num_new, to.num_heads)
+        width = (to.num_heads + 2 * to.num_kv_heads) * to.head_dim
+        context, _kept = make_context(shape, width, k, v, plan.lengths, plan.num_new, plan.tree, plan)
+        context.num_rows = stream.shape[0]
+        code().forward(
+            self.layers, len(self.layers), to, context, self.pages.keys.stride(0), stream.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return stream if self.end is None else stream[:, -self.end.num_new :]
 
     def attend(self, module: SelfAttention, qkv: Tensor) -> Tensor:
         k, v = self.pages.layer(module.layer)
@@ -232,3 +258,28 @@ class NativePass:
         if self.end is not None and module.layer == self.pages.num_layers - 1:
             plan, q = self.end, q[:, -self.end.num_new :]
         return self.attention.attend(q, k, v, plan)[0].flatten(2)
+
+
+_LAYERS: WeakKeyDictionary[Transformer, Array[Layer]] = WeakKeyDictionary()
+
+
+def _layers(target: Transformer) -> Array[Layer]:
+    """A target's weights as the C code reads them."""
+    if target not in _LAYERS:
+        _LAYERS[target] = (Layer * len(target.blocks))(*map(_layer, target.blocks))
+    return _LAYERS[target]
+
+
+def _layer(block: nn.Module) -> Layer:
+    assert isinstance(block, Block)
+    attention, ffn = block.attention, block.ffn
+    norms = (block.attention_norm, block.ffn_norm, attention.q_norm, attention.k_norm)
+    epsilons = (norm.eps if norm else 0.0 for norm in norms[:3])
+    return Layer(
+        *(
+            pointer(_native(linear).matrix)
+            for linear in (attention.qkv, attention.output, ffn.gate_up, ffn.down)
+        ),
+        *(norm.weight.data_ptr() if norm else None for norm in norms),
+        *epsilons,
+    )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longspec.attention import Attention, AttentionPlan
 from longspec.cache import Pages
-from longspec.models.layers import PLAIN, ForwardPass, Ops, Rope, SelfAttention
+from longspec.models.layers import PLAIN, BlockByBlock, ForwardPass, Ops, Rope, SelfAttention
 from longspec.models.native import NativePass, ops_of
 from longspec.models.target import Transformer
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PlainPass:
+class PlainPass(BlockByBlock):
     """Writes the new tokens' KV into the pages and attends, with torch's operations."""
 
     pages: Pages
@@ -38,7 +38,7 @@ class PlainPass:
 
 
 @dataclass(frozen=True)
-class FusedPass:
+class FusedPass(BlockByBlock):
     """The same with our own kernels."""
 
     pages: Pages

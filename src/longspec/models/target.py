@@ -87,11 +87,8 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, run: ForwardPass) -> Tensor:
         """Hidden states [B, T, E], after the last norm, of tokens [B, T]."""
         blocks = [block for block in self.blocks if isinstance(block, Block)]
-        readers = [block.reader for block in blocks]
-        stream, _ = run.ops.embed(tokens, self.table, None, readers[0])
-        for block, following in zip(blocks, (*readers[1:], None), strict=True):
-            stream = block(stream, run, following)
-        return run.ops.finish(stream, self.norm)
+        stream, _ = run.ops.embed(tokens, self.table, None, blocks[0].reader)
+        return run.ops.finish(run.through(blocks, stream), self.norm)
 
     def logits(self, hidden: Tensor, exact: bool = False) -> Tensor:
         """Scores over the vocabulary in fp32, for hidden states from `forward`; see `scores`."""

@@ -79,6 +79,16 @@ class Context(ctypes.Structure):
     )
 
 
+class Layer(ctypes.Structure):
+    """`Layer` in decode.c."""
+
+    _fields_ = (
+        *((name, ctypes.POINTER(Matrix)) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, Pointer) for name in ("attention_norm", "ffn_norm", "q_norm", "k_norm")),
+        *((name, ctypes.c_float) for name in ("attention_eps", "ffn_eps", "head_eps")),
+    )
+
+
 def library() -> ctypes.CDLL | None:
     """The compiled code, or None where no compiler is, or none that works."""
     found = _load()
@@ -114,7 +124,11 @@ def _load() -> ctypes.CDLL | str:
     )  # fmt: skip
     loaded.rope_write.argtypes = (ctypes.POINTER(Writing), Pointer)
     loaded.attend.argtypes = (ctypes.POINTER(Context), Pointer, Pointer, Pointer, number)
-    for function in (loaded.product, loaded.rope_write, loaded.attend):
+    loaded.forward.argtypes = (
+        ctypes.POINTER(Layer), _SIZE, ctypes.POINTER(Writing), ctypes.POINTER(Context), _SIZE,
+        Pointer, number,
+    )  # fmt: skip
+    for function in (loaded.product, loaded.rope_write, loaded.attend, loaded.forward):
         function.restype = None
     return loaded
 

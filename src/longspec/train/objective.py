@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longspec.attention.packed import Pieces, attend_packed
 from longspec.models.draft import GlideDraft
-from longspec.models.layers import PLAIN, Ops, Rope, SelfAttention
+from longspec.models.layers import PLAIN, BlockByBlock, Ops, Rope, SelfAttention
 from longspec.models.rope import rotate
 from longspec.models.target import Transformer
 from longspec.train.layout import Layout
@@ -31,7 +31,7 @@ _PROBES = 256
 
 
 @dataclass
-class TargetPass:
+class TargetPass(BlockByBlock):
     """A training pass of the target: each document attends to itself; KV of the layers in `keep` is kept."""
 
     rope: Rope

@@ -177,7 +177,7 @@ METHODS: dict[str, Method] = {
     "lookup": Lookup(gamma=2),
 }
 # What the others do these do as well, and each takes long in the interpreter.
-QUICK = ("tree with copying", "magicdec")
+QUICK = ("tree with copying",)
 
 
 def answers(engine: Engine, method: Method) -> list[Sequence]:

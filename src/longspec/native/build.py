@@ -150,11 +150,16 @@ def _compiled() -> Path:
     if not os.access(folder, os.W_OK):
         folder = Path(tempfile.mkdtemp(prefix="longspec-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:
+    with tempfile.TemporaryDirectory() as work:
         made = Path(work) / name
         line = [*command, str(_SOURCE), "-o", str(made), "-lm"]
         subprocess.run(line, check=True, capture_output=True, timeout=_PATIENCE)
-        made.replace(folder / name)
+        part = folder / f".{name}-{os.getpid()}"
+        part.write_bytes(made.read_bytes())
+    with contextlib.suppress(FileNotFoundError):  # another process was first, and cleared this one
+        part.replace(folder / name)
+    for leftover in folder.glob(".decode-*"):  # of processes that were killed
+        leftover.unlink(missing_ok=True)
     return folder / name
 
 

@@ -41,9 +41,9 @@ def write_whole(path: Path, data: bytes) -> None:
 @contextlib.contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
     """Where to write a large file or a folder: it becomes `path` when it is complete, or is removed."""
-    temporary = path.with_name(f"{_WRITING}{path.name}-{os.getpid()}")
+    temporary = path.with_name(f"{_WRITING}{path.name}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove(temporary)  # left by a killed process with the same id, as in a container that is started again
+    _remove(temporary)  # left by a process that was killed
     try:
         yield temporary
         temporary.replace(path)

@@ -1,4 +1,4 @@
-"""Check, in about a minute, that a target on several devices says the same words as on one.
+"""Check that a target on several devices says the same words as on one device. It takes about a minute.
 
 It answers a few prompts by every method in one process, then with --tensor-parallel ranks, and compares the
 words and the speed. At the end it kills a rank, and shows what is told. With two GPUs:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from longspec.atomic import write_whole
 from longspec.bench.folder import RUN, read_run
 from longspec.bench.report import (
     fastest_peer,
@@ -21,7 +22,6 @@ from longspec.bench.report import (
 )
 from longspec.bench.summary import Figures, summarise
 from longspec.errors import UserError
-from longspec.models.files import write_whole
 
 BEGIN = "<!-- headline: made by benchmarks/headline.py, not by hand -->"
 END = "<!-- headline: end -->"

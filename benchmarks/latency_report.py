@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.latency import Latencies, Latency
+from longspec.atomic import write_whole
 from longspec.bench.environment import command_line, machine
 from longspec.bench.plots import can_draw, canvas_of, to_png
 from longspec.bench.report import repeats_text, spread, table
 from longspec.errors import UserError
-from longspec.models.files import write_whole
 from longspec.models.placement import gigabytes
 
 

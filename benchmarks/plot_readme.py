@@ -15,11 +15,11 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from longspec.atomic import write_whole
 from longspec.bench.folder import read_run
 from longspec.bench.plots import to_png
 from longspec.bench.report import fastest_peer
 from longspec.bench.summary import Figures, summarise
-from longspec.models.files import write_whole
 
 DOCS = Path(__file__).parents[1] / "docs"
 GREY = "#848d97"

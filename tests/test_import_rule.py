@@ -15,7 +15,17 @@ ROOT = Path(longspec.__file__).parent
 # A module may import from its own level and from those before it.
 LEVELS: list[set[str]] = [
     {"errors", "__init__"},
-    {"config", "generation", "option", "progress", "records", "template_process", "templates", "text"},
+    {
+        "config",
+        "generation",
+        "option",
+        "progress",
+        "records",
+        "template_process",
+        "templates",
+        "text",
+        "atomic",
+    },
     {"prompts"},
     {"hub"},
     {"kernels", "native"},

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspec.atomic import write_whole
 from longspec.config import DraftConfig
 from longspec.errors import UserError
 from longspec.hub import resolve_draft
 from longspec.models.draft_files import read_draft_config
-from longspec.models.files import write_whole
 from longspec.records import read_record
 
 ASK, ANSWER = "cross_attn.q_proj", "cross_attn.o_proj.weight"

@@ -32,8 +32,8 @@ def record_on(device: torch.device) -> Callable[[Work], Work]:
 
 
 def compare_captured(device: torch.device) -> None:
-    """Draft batches of changing sizes twice, with a captured graph and without one, and compare the chains.
-    Each way has its own ring."""
+    """Draft the same batches with a captured graph and without one, and compare the chains. The sizes of
+    the batches change, and each way has its own ring."""
     torch.manual_seed(0)
     target = tiny_target(3, vocab_size=40, num_layers=3, hidden_size=64, head_dim=32).to(device)
     draft, config = tiny_draft(target), target.config

@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from longspec import LongSpec
+from longspec.atomic import write_whole
 from longspec.errors import UserError
-from longspec.models.files import write_whole
 from tests.cli.run import exit_code
 
 LONGSPEC = [sys.executable, "-m", "longspec"]

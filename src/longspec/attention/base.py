@@ -164,12 +164,15 @@ def choose_backend(name: str = "auto") -> Attention:
         return TritonAttention()
     from longspec.attention.native_backend import NativeAttention
     from longspec.attention.torch_backend import TorchAttention
-    from longspec.native.build import library
+    from longspec.native.build import library, what_is_missing
 
-    if name == "native" and library() is None:
-        raise UserError("attention backend 'native' needs a C compiler with OpenMP, such as gcc")
-    is_native = name == "native" or (name == "auto" and library() is not None)
-    return NativeAttention() if is_native else TorchAttention()
+    if name != "torch" and library() is not None:
+        return NativeAttention()
+    if name == "native":
+        raise UserError(
+            f"attention backend 'native' needs a C compiler with OpenMP, such as gcc ({what_is_missing()})"
+        )
+    return TorchAttention()
 
 
 def _has_gpu_for_kernels() -> bool:

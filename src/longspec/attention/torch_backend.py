@@ -158,8 +158,7 @@ def _over(q: Tensor, k: Tensor, v: Tensor, runs: list[slice]) -> tuple[Tensor, T
 
 
 def _cut(q: Tensor, k: Tensor, v: Tensor, runs: list[slice]) -> tuple[Tensor, Tensor]:
-    """These parts of keys and values [K, S, D], each in one piece and, if they are fp8, in the queries'
-    dtype."""
+    """Cut these parts out of keys and values [K, S, D] and join them. fp8 becomes the queries' dtype."""
     keys, values = ([part[:, run].to(q.dtype) for run in runs] for part in (k, v))
     return (keys[0], values[0]) if len(runs) == 1 else (torch.cat(keys, 1), torch.cat(values, 1))
 

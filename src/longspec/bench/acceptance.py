@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from longspec.atomic import write_whole
 from longspec.bench.folder import Row, read_run
 from longspec.bench.report import table
 from longspec.bench.settings import read_method
 from longspec.bench.summary import acceptance, summarise
 from longspec.decoding.methods import Seq, Tree
 from longspec.errors import UserError
-from longspec.models.files import write_whole
 from longspec.records import read_record
 
 MEASURED = "## Measured"

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from longspec.api import LongSpec
+from longspec.atomic import write_whole
 from longspec.bench.workloads import Item, Workload, read_file
 from longspec.data.records import read_records
 from longspec.errors import UserError, check_known, reason_of
-from longspec.models.files import write_whole
 
 BUILTIN = Path(__file__).with_name("builtin.jsonl")
 SOURCES = ("repo", "text")

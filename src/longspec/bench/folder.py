@@ -10,8 +10,8 @@ from typing import Annotated, Any, NotRequired, cast
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
+from longspec.atomic import clear_unfinished, write_whole
 from longspec.errors import UserError, check_same
-from longspec.models.files import clear_unfinished, write_whole
 from longspec.records import parse_record, read_record
 
 RUN, ROWS = "run.json", "rows.jsonl"

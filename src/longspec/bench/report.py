@@ -9,10 +9,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
+from longspec.atomic import write_whole
 from longspec.bench.folder import Row, read_run
 from longspec.bench.plots import CAPTIONS, draw_all
 from longspec.bench.summary import ALL, Figures, Spread, summarise
-from longspec.models.files import write_whole
 
 MAIN = (
     *("prompts", "T", "method", "tokens/s", "speedup", "tau", "no loops", "prefill s", "memory"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from longspec.api import LongSpec
+from longspec.atomic import write_whole
 from longspec.bench.environment import PeakMemory, command_line, environment, load_average
 from longspec.bench.exact import describe_difference, first_difference
 from longspec.bench.folder import Row, RunFolder, read_run, row_key
@@ -23,7 +24,6 @@ from longspec.bench.settings import RunSetting
 from longspec.bench.summary import Figures, summarise
 from longspec.bench.workloads import Item, Workload, fitting
 from longspec.errors import UserError
-from longspec.models.files import write_whole
 from longspec.progress import Advance, count_bar
 from longspec.text import pieces_of
 

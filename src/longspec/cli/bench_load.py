@@ -29,10 +29,10 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def _load(arguments: argparse.Namespace) -> int:
+    from longspec.atomic import write_whole
     from longspec.bench.catalogue import check_name, load_workload
     from longspec.bench.load import measure_load
     from longspec.bench.workloads import fitting
-    from longspec.models.files import write_whole
 
     check_name(arguments.workload)
     setting = LoadSetting(**given(arguments, options_of(LoadSetting)))

@@ -12,10 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TextIO
 
+from longspec.atomic import unfinished
 from longspec.data.held_out import HeldOut
 from longspec.data.records import read_records
 from longspec.errors import UserError, lone_surrogate
-from longspec.models.files import unfinished
 
 STDLIB = "stdlib"
 BOOK, SOURCE = "book", "source"

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from longspec.atomic import clear_unfinished, write_whole
 from longspec.data.encode import Bad, Encoded, Encoder
 from longspec.data.inputs import InputFile, find_files, fingerprint
 from longspec.data.options import PrepareOptions
@@ -30,7 +31,6 @@ from longspec.data.shards import (
 from longspec.data.work import claimed, encode_in_order
 from longspec.errors import UserError, check_same, entry
 from longspec.hub import resolve_tokenizer
-from longspec.models.files import clear_unfinished, write_whole
 from longspec.progress import count_bar
 from longspec.prompts import PromptEncoder
 from longspec.records import as_record, read_record

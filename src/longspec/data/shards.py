@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from longspec.atomic import clear_unfinished, unfinished, write_whole
 from longspec.errors import UserError, reason_of, shown
-from longspec.models.files import clear_unfinished, unfinished, write_whole
 from longspec.records import read_record
 
 FORMAT = 1

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from longspec.atomic import write_whole
 from longspec.data.options import MODES, SynthesisOptions
 from longspec.data.pack import Document, pack_whole
 from longspec.data.samples import AT_ONCE, Sample, Script
@@ -38,7 +39,6 @@ from longspec.data.shards import (
 from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError, check_same, reason_of
-from longspec.models.files import write_whole
 from longspec.records import as_record, parse_record, read_record
 
 T = TypeVar("T")
@@ -178,7 +178,7 @@ class DatasetMaker:
         return time.perf_counter() - self._started
 
     def make(self) -> SynthesisSummary:
-        """Make the missing shards, and finish the dataset."""
+        """Write the shards that are missing, then the files that complete the dataset."""
         folder, state, settings = self._options.output, self._state, self._settings
         (folder / _PROGRESS).mkdir(parents=True, exist_ok=True)
         write_whole(folder / _PROGRESS / "settings.json", json.dumps(settings, indent=1).encode())

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from longspec import __version__
+from longspec.atomic import write_whole
 from longspec.decoding.methods import VANILLA, Method
 from longspec.decoding.round import Models
 from longspec.engine.device import Device
@@ -25,7 +26,6 @@ from longspec.engine.interrupts import undisturbed
 from longspec.engine.transfer import Report
 from longspec.errors import UserError
 from longspec.hub import cache_dir
-from longspec.models.files import write_whole
 from longspec.models.placement import device_name
 from longspec.progress import count_bar
 from longspec.records import read_record

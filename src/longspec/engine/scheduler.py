@@ -165,7 +165,8 @@ class Scheduler:
         self.num_paused += 1
 
     def compact(self, is_enough: int) -> Iterator[tuple[int, int]]:
-        """Move seats to free slots, so that they need no more than `is_enough` rows; yields both slots."""
+        """Move sequences to lower slots, until `is_enough` rows hold all of them. Yields the old and the new
+        slot of each."""
         while len(self.seats) <= is_enough < self.num_rows:
             seat = self.seats[self.num_rows - 1]
             left, seat.slot = seat.slot, heapreplace(self.free, seat.slot)

@@ -173,8 +173,9 @@ class Tile:
 
 
 def _tile_rows(num_rows: int, weight: Tensor, exact: bool) -> tuple[int, int]:
-    """For how many rows to choose a tile, and how many it has, if they are few. If `exact`, the interpreter
-    has one tile for any number of rows, because the bits of numpy's products depend on it."""
+    """The number of rows by which a tile is chosen, and the rows of the tile if they are few. In the
+    interpreter, `exact` has one tile for any number of rows, because the bits of numpy's products depend on
+    it."""
     if exact and not weight.is_cuda:
         num_rows = MOST_ROWS
     return num_rows, 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64

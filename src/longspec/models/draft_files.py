@@ -15,11 +15,11 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from longspec.atomic import write_whole
 from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError, shown
 from longspec.models.checkpoint import open_file
 from longspec.models.draft import GlideDraft
-from longspec.models.files import write_whole
 from longspec.models.sharding import Shard
 from longspec.models.target import Transformer
 from longspec.records import as_record, read_record

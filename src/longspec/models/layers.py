@@ -33,7 +33,7 @@ class ForwardPass(Protocol):
 
 
 class BlockByBlock:
-    """The part of a `ForwardPass` that takes the stream through one block after the other."""
+    """A `ForwardPass` that runs one block after the other inherits this."""
 
     def through(self: ForwardPass, blocks: Sequence[Block], stream: Stream) -> Stream:
         followers = (*(block.reader for block in blocks[1:]), None)

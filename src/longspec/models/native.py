@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspec.attention import AttentionPlan
-from longspec.attention.native_backend import NativeAttention, make_context
+from longspec.attention.native_backend import NativeAttention, Seen
 from longspec.cache import Pages
 from longspec.models.layers import (
     PLAIN,
@@ -111,7 +111,7 @@ class NativeLinear(CpuLinear):
 
     @staticmethod
     def supports(linear: Linear) -> bool:
-        """Whether `linear` has this form; that there is a compiler is checked before anything is loaded."""
+        """Whether `linear` can have this form. Whether there is a compiler is checked before loading."""
         return linear.weight.device.type == "cpu" and linear.weight.dtype == torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
@@ -236,10 +236,9 @@ class NativePass(BlockByBlock):
         to, plan, stream = self.writing, self.plan, stream.contiguous()
         k, v = self.pages.layer(0)
         to.keys, to.values = k.data_ptr(), v.data_ptr()
-        shape = (plan.num_new, to.num_heads)
         width = (to.num_heads + 2 * to.num_kv_heads) * to.head_dim
-        context, _kept = make_context(shape, width, k, v, plan.lengths, plan.num_new, plan.tree, plan)
-        context.num_rows = stream.shape[0]
+        seen = Seen(k, v, plan.lengths, plan.num_new, plan.tree, plan)
+        context = seen.context(len(stream), plan.num_new, to.num_heads, width)
         code().forward(
             self.layers, len(self.layers), to, context, self.pages.keys.stride(0), stream.data_ptr(),
             torch.get_num_threads(),

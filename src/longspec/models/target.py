@@ -29,7 +29,7 @@ class Transformer(nn.Module):
         if config.tied_head:
             self.head.weight = self.embedding
         self.precision: Precision | None = None
-        """What the weights and the KV are kept in; None: in the dtype that it computes in."""
+        """The types of the weights and of the KV. None: both have the dtype in which the target computes."""
         self.rope = RopeTable(config.rope, config.head_dim)
         self.shard: Shard | None = None
         """Which part of the target this process holds; None: all of it."""

@@ -14,7 +14,9 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from longspec.atomic import clear_unfinished, write_whole
 from longspec.hub import cache_dir
 
 _SOURCE = Path(__file__).with_name("decode.c")
@@ -64,6 +66,9 @@ class Writing(ctypes.Structure):
 class Context(ctypes.Structure):
     """`Context` in decode.c."""
 
+    kept: list[Any]
+    """The tensors that it points to."""
+
     _fields_ = (
         ("keys", Pointer),
         ("values", Pointer),
@@ -90,7 +95,7 @@ class Layer(ctypes.Structure):
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled code, or None where no compiler is, or none that works."""
+    """The compiled code, or None if this machine has no C compiler that works."""
     found = _load()
     return found if isinstance(found, ctypes.CDLL) else None
 
@@ -154,12 +159,9 @@ def _compiled() -> Path:
         made = Path(work) / name
         line = [*command, str(_SOURCE), "-o", str(made), "-lm"]
         subprocess.run(line, check=True, capture_output=True, timeout=_PATIENCE)
-        part = folder / f".{name}-{os.getpid()}"
-        part.write_bytes(made.read_bytes())
-    with contextlib.suppress(FileNotFoundError):  # another process was first, and cleared this one
-        part.replace(folder / name)
-    for leftover in folder.glob(".decode-*"):  # of processes that were killed
-        leftover.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process was first, and cleared this one's
+            write_whole(folder / name, made.read_bytes())
+    clear_unfinished(folder)
     return folder / name
 
 

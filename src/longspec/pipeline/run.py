@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from longspec import hub
+from longspec.atomic import clear_unfinished, unfinished, write_whole
 from longspec.bench.acceptance import note_acceptance
 from longspec.bench.catalogue import load_workload
 from longspec.bench.run import bench, conclude
@@ -34,7 +35,7 @@ from longspec.data.synthesize import synthesize
 from longspec.data.work import locked
 from longspec.errors import UserError, check_same
 from longspec.models.draft_files import read_draft_config
-from longspec.models.files import clear_unfinished, read_config, unfinished, write_whole
+from longspec.models.files import read_config
 from longspec.models.placement import gigabytes, pick_device, pick_dtype
 from longspec.pipeline.card import duration, with_given
 from longspec.pipeline.device import measure_device

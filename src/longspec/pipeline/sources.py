@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from longspec.atomic import unfinished, write_whole
 from longspec.bench.catalogue import BUILTIN
 from longspec.data.collect import STDLIB, collect
 from longspec.data.held_out import HeldOut
@@ -23,7 +24,6 @@ from longspec.data.prompts.make import make_prompts
 from longspec.data.records import read_document, read_prompt, read_records
 from longspec.data.shards import Dataset, Role
 from longspec.errors import UserError, naming
-from longspec.models.files import unfinished, write_whole
 from longspec.pipeline.options import DraftOptions
 from longspec.pipeline.plan import Plan
 

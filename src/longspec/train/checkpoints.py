@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from longspec.atomic import write_whole
 from longspec.errors import UserError, reason_of
-from longspec.models.files import write_whole
 from longspec.records import read_record
 
 _STATE = "state.json"

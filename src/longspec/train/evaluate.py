@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from longspec.atomic import write_whole
 from longspec.data.collate import collate
 from longspec.data.shards import Packed, Role
 from longspec.decoding.methods import VANILLA
@@ -22,7 +23,6 @@ from longspec.engine.make import make_engine
 from longspec.engine.memory import kv_bytes
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
-from longspec.models.files import write_whole
 from longspec.models.target import Transformer
 from longspec.records import read_record
 from longspec.train.layout import head_rows, lay_out

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from longspec import hub
+from longspec.atomic import unfinished, write_whole
 from longspec.data.shards import Source, merged, read_info
 from longspec.errors import UserError
 from longspec.models.draft_files import (
@@ -21,7 +22,6 @@ from longspec.models.draft_files import (
     read_draft_record,
     read_tensors,
 )
-from longspec.models.files import unfinished, write_whole
 from longspec.models.placement import pick_device, pick_dtype
 from longspec.records import read_yaml
 from longspec.train.checkpoints import newest_of, read_state, stage_runs

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from longspec.atomic import write_whole
 from longspec.errors import UserError
-from longspec.models.files import write_whole
 from longspec.progress import rich_bar
 from longspec.train.checkpoints import stage_runs
 from longspec.train.schema import LoggerSettings

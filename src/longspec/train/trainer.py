@@ -14,11 +14,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import set_seed
 
+from longspec.atomic import clear_unfinished, write_whole
 from longspec.data.collate import collate
 from longspec.errors import UserError, check_same
 from longspec.models.draft import GlideDraft
 from longspec.models.draft_files import Fingerprint, save_draft
-from longspec.models.files import clear_unfinished, write_whole
 from longspec.models.placement import free_memory
 from longspec.records import as_record, read_yaml
 from longspec.train import checkpoints, evaluate

@@ -11,11 +11,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from longspec.atomic import unfinished
 from longspec.data.held_out import HeldOut
 from longspec.data.prompts import code, functions, language, maths, passages, writing
 from longspec.data.prompts.library import Library, Maker
 from longspec.errors import UserError
-from longspec.models.files import unfinished
 
 # How often another prompt is tried in the place of one that is there already or held out.
 _TRIES = 100

@@ -17,7 +17,7 @@ from longspec.models.placement import pick_dtype
 from longspec.train.compiled import compile_layers
 from longspec.train.engine import TrainingEngine, join, local_device
 from longspec.train.layout import Draws, Layout, head_rows, lay_out
-from longspec.train.losses import one_chunk
+from longspec.train.losses import LossShares, one_chunk
 from longspec.train.objective import Objective
 from longspec.train.schema import StageSettings
 
@@ -64,7 +64,9 @@ def measure_training(
     settings = {"zero_optimization": {"stage": 1}}
     engine = TrainingEngine(target, model, settings, stage, processes, device)
     chunk = compile_layers(target, model) if compile else one_chunk
-    objective = Objective(target, model, soft, engine.run_target, engine.draft, engine.gather, chunk=chunk)
+    objective = Objective(
+        target, model, LossShares(soft), engine.run_target, engine.draft, engine.gather, chunk=chunk
+    )
     layouts = [_layout(config, draft, seq_length, micro_batch, seed, device) for seed in range(4)]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -1,11 +1,11 @@
-"""Let a draft that is trained read more of its target's layers, to be trained on: it drafts as before.
+"""Let a trained draft read more of its target's layers, or draft deeper; untrained, it drafts as before.
 
   .venv/bin/python -m recipes.smollm2.grow smollm2-135m outputs/grown --cross-layers 9,14,19,24,29
   .venv/bin/longspec train experiment=smollm2_gpu draft.path=outputs/grown ...
 
 The new layers are asked at random, and what they answer counts for nothing until training says otherwise.
-With --draft-vocab only so many of the most frequent tokens can be proposed from now on; with --max-lag it
-learns and drafts so deep at most.
+With --draft-vocab only so many of the most frequent tokens can be proposed from now on. --max-lag is how deep
+it drafts at most; lags beyond those of before begin with the gates of the deepest one.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from longspec.models.draft_files import read_draft_config
 from longspec.records import read_record
 
 ASK, ANSWER = "cross_attn.q_proj", "cross_attn.o_proj.weight"
+MOST_LAG = 32
 Tensors = dict[str, Tensor]
 
 
@@ -54,8 +55,10 @@ def grown(tensors: Tensors, before: DraftConfig, after: DraftConfig, seed: int) 
     if after.lag_gate:
         size = after.max_lag * answer.shape[0]
         for name, neutral in (("lag_scale", 1.0), ("lag_shift", 0.0)):
-            gate = tensors.get(name, answer.new_full((size,), neutral))
-            tensors[name] = gate[:size].contiguous()
+            gates = tensors.get(name, answer.new_full((size,), neutral)).view(-1, answer.shape[0])
+            # A new lag begins as the deepest of before.
+            more = gates[-1:].expand(max(0, after.max_lag - len(gates)), -1)
+            tensors[name] = torch.cat((gates[: after.max_lag], more)).flatten()
     if "vocab_ids" in tensors:
         tensors["vocab_ids"] = tensors["vocab_ids"][: after.draft_vocab].contiguous()
     return tensors
@@ -75,8 +78,8 @@ def checked(before: DraftConfig, num_layers: int, flags: argparse.Namespace) -> 
     if flags.draft_vocab is not None and not 0 < vocab <= before.draft_vocab:
         raise UserError(f"--draft-vocab is {vocab}; the draft has {before.draft_vocab or 'the whole one'}")
     lag = before.max_lag if flags.max_lag is None else flags.max_lag
-    if not 0 < lag <= before.max_lag:
-        raise UserError(f"--max-lag is {lag}; the draft was trained up to {before.max_lag}")
+    if not 0 < lag <= MOST_LAG:
+        raise UserError(f"--max-lag is {lag}; it must be from 1 to {MOST_LAG}")
     if flags.lag_gate and not before.use_feature:
         raise UserError("--lag-gate is for a draft that is given the target's hidden state, and this is not")
     gate = before.lag_gate or flags.lag_gate

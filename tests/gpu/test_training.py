@@ -15,7 +15,7 @@ from longspec.data.collate import collate
 from longspec.data.shards import Packed, Role
 from longspec.models.draft import GlideDraft
 from longspec.train.layout import head_rows, lay_out
-from longspec.train.losses import head_loss
+from longspec.train.losses import LossShares, head_loss
 from longspec.train.objective import Objective
 from tests.decoding.scripted import tiny_target
 
@@ -67,8 +67,8 @@ def test_liger_and_chunks_give_the_same_loss_and_gradients(
     assert (fused_gradient - chunked_gradient).norm() < tolerance * chunked_gradient.norm()
 
 
-@pytest.mark.parametrize("soft", [0.0, 0.5])
-def test_the_objective_on_the_gpu_equals_the_cpu(soft: float) -> None:
+@pytest.mark.parametrize("shares", [LossShares(), LossShares(0.3, 0.3)])
+def test_the_objective_on_the_gpu_equals_the_cpu(shares: LossShares) -> None:
     config = DraftConfig(
         window=40, max_lag=4, cross_layers=(0, -1), use_feature=True, final_norm=True, lag_gate=True
     )
@@ -85,7 +85,7 @@ def test_the_objective_on_the_gpu_equals_the_cpu(soft: float) -> None:
         draft.initialise(torch.Generator().manual_seed(1), std=0.05)
         draft.to(device=device, dtype=dtype)
         layout = lay_out(collate(rows, "base", False), [3, 1], [0, 60], 4, head_rows(None, 300), device)
-        outcome = Objective(target, draft, soft)(layout)
+        outcome = Objective(target, draft, shares)(layout)
         outcome.loss.backward()
         weights = dict(draft.named_parameters())
         gradients = torch.cat([weights[name].grad.float().cpu().flatten() for name in sorted(weights)])  # type: ignore[union-attr]

@@ -23,8 +23,11 @@ def grow(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_grown_draft_drafts_as_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = grow("smollm2-135m", tmp_path / "grown", "--cross-layers", "4,9,14,19,24,29", "--max-lag", 5)
+    done = grow("smollm2-135m", tmp_path / "grown", "--cross-layers", "4,9,14,19,24,29", "--max-lag", 8)
     assert done.returncode == 0, done.stderr
+    gates = load_file(tmp_path / "grown" / "model.safetensors")["lag_scale"].view(8, -1)
+    assert (gates[6:] == gates[5]).all()
+    assert (gates[5] != gates[4]).any()
     rounds = []
     for draft in ("smollm2-135m", str(tmp_path / "grown")):
         model = LongSpec.from_pretrained("smollm2-135m", draft, device="cpu", calibrate=False)
@@ -69,7 +72,7 @@ def test_a_grown_draft_is_trained_on(tmp_path: Path) -> None:
         (("--cross-layers", "29,24,19,14,9"), "in rising order"),
         (("--cross-layers", "9,14,19,24,29,30"), "from 0 to 29"),
         (("--draft-vocab", "50000"), "the draft has 16384"),
-        (("--max-lag", "0"), "trained up to 6"),
+        (("--max-lag", "0"), "from 1 to 32"),
     ],
 )
 def test_what_cannot_be_is_named(

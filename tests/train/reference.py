@@ -12,6 +12,7 @@ from longspec.data.collate import Batch
 from longspec.models.draft import GlideDraft
 from longspec.models.rope import inverse_frequencies
 from longspec.models.target import Transformer
+from longspec.train.losses import LossShares
 
 
 def reference_loss(
@@ -21,7 +22,7 @@ def reference_loss(
     lags: list[int],
     offsets: list[int],
     num_sinks: int,
-    soft: float,
+    shares: LossShares,
 ) -> tuple[Tensor, int]:
     """The summed loss and the number of queries that count."""
     total, count = torch.zeros(()), 0
@@ -42,7 +43,9 @@ def reference_loss(
                     hard = F.cross_entropy(logits[n], torch.tensor(ids.index(label)))
                     p = own[n].softmax(-1)
                     divergence = (p * (p.log() - logits[n].log_softmax(-1))).sum()
-                    total = total + (1 - soft) * hard + soft * divergence
+                    overlap = -torch.minimum(p, logits[n].softmax(-1)).sum().log()
+                    total = total + shares.soft * divergence + shares.overlap * overlap
+                    total = total + (1 - sum(shares)) * hard
                     count += 1
     return total, count
 

@@ -21,7 +21,7 @@ from longspec.engine.sequence import Sequence
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.target import Transformer
 from longspec.train.layout import Draws, head_rows, lay_out
-from longspec.train.losses import head_loss
+from longspec.train.losses import LossShares, head_loss
 from longspec.train.objective import Objective
 from tests.decoding.scripted import tiny_target
 from tests.train.reference import document_logits, reference_loss
@@ -60,21 +60,21 @@ def packed(vocab_size: int, starts: list[int], length: int, seed: int) -> Packed
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("soft", [0.0, 0.3, 1.0])
-def test_loss_and_gradients_of_a_batch_equal_the_plain_reference(name: str, soft: float) -> None:
+@pytest.mark.parametrize("shares", [LossShares(), LossShares(0.3), LossShares(1.0), LossShares(0.1, 0.6)])
+def test_loss_and_gradients_of_a_batch_equal_the_plain_reference(name: str, shares: LossShares) -> None:
     target, draft = make(CONFIGS[name])
     size = target.config.vocab_size
     rows = [packed(size, starts, 40, 5) for starts in ([0, 36], [0, 3, 17, 30], [0, 11, 12, 39])]
     batch = collate(rows, "long", True)
     lags, offsets = [2, 1, 4], [0, 100, 9]
     layout = lay_out(batch, lags, offsets, 4, head_rows(draft.vocab_ids, size), torch.device("cpu"))
-    expected, count = reference_loss(target, draft, batch, lags, offsets, 4, soft)
+    expected, count = reference_loss(target, draft, batch, lags, offsets, 4, shares)
     expected.backward()
     gradients = {name: weight.grad for name, weight in draft.named_parameters()}
     draft.zero_grad()
     # What the target read for another lag is as good.
     others = lay_out(batch, [1, 3, 2], offsets, 4, head_rows(draft.vocab_ids, size), torch.device("cpu"))
-    objective = Objective(target, draft, soft)
+    objective = Objective(target, draft, shares)
     outcome = objective(layout, objective.read(others))
     outcome.loss.backward()
     assert len(layout.queries) == count > 10
@@ -142,13 +142,15 @@ def test_chunks_change_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch
     hidden = torch.randn(300, 16, generator=generator, requires_grad=True)
     teacher, head = torch.randn(300, 16, generator=generator), torch.randn(50, 16, generator=generator)
     labels = torch.randint(50, (300,), generator=generator)
-    for soft in (0.0, 0.5):
+    for shares in (LossShares(), LossShares(0.5), LossShares(0.3, 0.2), LossShares(0.0, 1.0)):
         log_q, log_p = (hidden @ head.T).log_softmax(-1), (teacher @ head.T).log_softmax(-1)
         hard = -log_q.gather(1, labels[:, None]).sum()
-        plain = (1 - soft) * hard + soft * (log_p.exp() * (log_p - log_q)).sum()
+        divergence = (log_p.exp() * (log_p - log_q)).sum()
+        overlap = -torch.minimum(log_p.exp(), log_q.exp()).sum(-1).log().sum()
+        plain = (1 - sum(shares)) * hard + shares.soft * divergence + shares.overlap * overlap
         (expected,) = torch.autograd.grad(plain * 3, hidden)
         monkeypatch.setattr("longspec.train.losses.chunk_rows", lambda *_: 64)
-        loss = head_loss(hidden, head, labels, teacher, soft)
+        loss = head_loss(hidden, head, labels, teacher, shares)
         (found,) = torch.autograd.grad(loss * 3, hidden)
         torch.testing.assert_close(loss, plain)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

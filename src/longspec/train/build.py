@@ -93,8 +93,11 @@ def _check(settings: TrainSettings, mixture: Mixture) -> None:
             f"stage.lags is {stage.lags} and stage.lag_decay is {stage.lag_decay}: several lags are "
             "spread evenly over the range, so stage.lag_decay must be 1"
         )
-    if not 0 <= stage.soft <= 1:
-        raise UserError(f"stage.soft is {stage.soft}; it is a share, from 0 to 1")
+    if min(stage.soft, stage.overlap) < 0 or stage.soft + stage.overlap > 1:
+        raise UserError(
+            f"stage.soft is {stage.soft} and stage.overlap is {stage.overlap}: they are shares, from 0 to 1, "
+            "and at most 1 together"
+        )
     if stage.optimizer not in ("adamw", "muon"):
         raise UserError(f"stage.optimizer is {stage.optimizer!r}; there are adamw and muon")
     if stage.lr <= 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,23 +18,43 @@ from torch import Tensor
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}
 
 
-Chunk = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+class LossShares(NamedTuple):
+    """The shares of the loss's parts; the rest is cross-entropy with the text."""
+
+    soft: float = 0.0
+    """Of the KL divergence from the target."""
+    overlap: float = 0.0
+    """Of the negative logarithm of the overlap, sum(min(p, q)): the chance that a token drawn from the draft
+    is accepted."""
+
+
+CROSS_ENTROPY = LossShares()
+Chunk = Callable[[Tensor, Tensor, Tensor, Tensor | None, LossShares], tuple[Tensor, Tensor]]
 
 
 def one_chunk(
-    hidden: Tensor, head: Tensor, labels: Tensor, teacher: Tensor | None, soft: float
+    hidden: Tensor, head: Tensor, labels: Tensor, teacher: Tensor | None, shares: LossShares
 ) -> tuple[Tensor, Tensor]:
     """The loss of some queries, and the gradient by their scores [m, V']."""
+    soft, overlap = shares
+    hard = 1 - soft - overlap
     log_q = F.log_softmax(score(hidden, head), -1)
     label_log_q = log_q.gather(1, labels[:, None])
-    loss = -(1 - soft) * label_log_q.sum()
-    by_score = log_q.exp()
+    q = log_q.exp()
+    loss = -hard * label_log_q.sum()
+    by_score = (1 - overlap) * q
     if teacher is not None:
         log_p = F.log_softmax(score(teacher, head), -1)
         p = log_p.exp()
         loss = loss + soft * (p * (log_p - log_q)).sum()
         by_score = by_score - soft * p
-    by_score = by_score.scatter_add(1, labels[:, None], label_log_q.new_full((len(labels), 1), soft - 1))
+        if overlap:
+            common = torch.minimum(p, q).sum(-1, keepdim=True).clamp_min(1e-6)
+            # Only where q is smaller does the overlap grow with it.
+            growing = torch.where(q < p, q, 0.0)
+            loss = loss - overlap * common.log().sum()
+            by_score = by_score - overlap * (growing - q * growing.sum(-1, keepdim=True)) / common
+    by_score = by_score.scatter_add(1, labels[:, None], label_log_q.new_full((len(labels), 1), -hard))
     return loss, by_score.to(head.dtype)
 
 
@@ -43,22 +63,22 @@ def head_loss(
     head: Tensor,
     labels: Tensor,
     teacher: Tensor | None = None,
-    soft: float = 0.0,
+    shares: LossShares = CROSS_ENTROPY,
     chunk: Chunk = one_chunk,
 ) -> Tensor:
-    """The sum over M queries of (1 - soft) * cross-entropy + soft * KL divergence, fp32.
+    """The loss, summed over M queries, in fp32.
 
     hidden [M, E] are the draft's hidden states, head [V', E] is its part of the target's head, and labels [M]
     are rows of it. teacher [M, E] are the target's hidden states at the queries; their scores over the same
     rows are the soft targets. Only `hidden` gets a gradient. `chunk` is `one_chunk`, plain or compiled.
     """
-    if soft and teacher is None:
+    if any(shares) and teacher is None:
         raise ValueError("soft targets need the target's hidden states")
-    if not soft and hidden.is_cuda and importlib.util.find_spec("liger_kernel"):
+    if not any(shares) and hidden.is_cuda and importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
         return LigerFusedLinearCrossEntropyLoss(reduction="sum")(head, hidden, labels)
-    loss: Tensor = _ChunkedLoss.apply(hidden, head, labels, teacher, soft, chunk)  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedLoss.apply(hidden, head, labels, teacher, shares, chunk)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -84,7 +104,7 @@ class _ChunkedLoss(torch.autograd.Function):
         head: Tensor,
         labels: Tensor,
         teacher: Tensor | None,
-        soft: float,
+        shares: LossShares,
         chunk: Chunk,
     ) -> Tensor:
         total = hidden.new_zeros((), dtype=torch.float32)
@@ -92,8 +112,8 @@ class _ChunkedLoss(torch.autograd.Function):
         rows = chunk_rows(len(head), hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            soft_part = None if teacher is None or not soft else teacher[part]
-            loss, by_score = chunk(hidden[part], head, labels[part], soft_part, soft)
+            soft_part = None if teacher is None or not any(shares) else teacher[part]
+            loss, by_score = chunk(hidden[part], head, labels[part], soft_part, shares)
             total += loss
             torch.mm(by_score, head, out=gradient[part])
         ctx.save_for_backward(gradient)

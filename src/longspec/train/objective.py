@@ -20,7 +20,7 @@ from longspec.models.layers import PLAIN, BlockByBlock, Ops, Rope, SelfAttention
 from longspec.models.rope import rotate
 from longspec.models.target import Transformer
 from longspec.train.layout import Layout
-from longspec.train.losses import Chunk, head_loss, one_chunk, score
+from longspec.train.losses import CROSS_ENTROPY, Chunk, LossShares, head_loss, one_chunk, score
 
 Gather = Callable[[list[Tensor]], AbstractContextManager[None]]
 """A context in which weights that are sharded over processes are complete."""
@@ -92,8 +92,7 @@ class Objective:
     target: Transformer
     draft: GlideDraft
     """The weights; `run_draft` runs it."""
-    soft: float = 0.0
-    """The share of the KL divergence from the target in the loss; the rest is cross-entropy with the text."""
+    shares: LossShares = CROSS_ENTROPY
     run_target: Callable[..., Tensor] | None = None
     """The target, if something wraps it."""
     run_draft: Callable[..., Tensor] | None = None
@@ -129,7 +128,7 @@ class Objective:
         with self.gather([self.target.embedding, self.target.head.weight]):
             drafted = self.draft_hidden(layout, hidden, kv).flatten(0, 1)[layout.queries]
             teacher = hidden.flatten(0, 1)[layout.queries]
-            loss = head_loss(drafted, self.head(), layout.labels, teacher, self.soft, self.chunk)
+            loss = head_loss(drafted, self.head(), layout.labels, teacher, self.shares, self.chunk)
             return Outcome(loss, self._probe(layout, drafted, teacher))
 
     def _rope(self, layout: Layout) -> Rope:

@@ -81,7 +81,10 @@ class StageSettings:
     beta2: float = 0.95
     clip: float = 1.0
     soft: float = 0.0
-    """The share of the KL divergence from the target in the loss; the rest is cross-entropy."""
+    """The share of the KL divergence from the target in the loss."""
+    overlap: float = 0.0
+    """The share of -log(sum(min(p, q))), the chance that a drawn proposal is accepted, in the loss; what
+    `soft` and this leave is cross-entropy."""
     num_sinks: int = 4
     max_offset: int = 0
     """The largest anchor offset; 0 is none, -1 is as far as the target's context allows."""

@@ -26,7 +26,7 @@ from longspec.train.build import Parts, build
 from longspec.train.compiled import compile_layers
 from longspec.train.engine import Processes, TrainingEngine, join, local_device, zero_stage
 from longspec.train.layout import Layout, head_rows, lay_out
-from longspec.train.losses import one_chunk
+from longspec.train.losses import LossShares, one_chunk
 from longspec.train.memory import fitting_micro_batch
 from longspec.train.objective import Objective, Outcome
 from longspec.train.report import Logger, make_loggers, training_bar
@@ -143,7 +143,7 @@ class Trainer:
         self.objective = Objective(
             target,
             draft,
-            self.stage.soft,
+            LossShares(self.stage.soft, self.stage.overlap),
             self.engine.run_target,
             self.engine.draft,
             self.engine.gather,

@@ -105,7 +105,9 @@ def test_loaded_weights_are_smaller_and_told(
             target.attention = choose_backend("torch")
             zero = torch.zeros(1, dtype=torch.int64, device="cuda")
             scores.append(target.logits(pass_over(target, pages, tables, zero, tokens)))
-    assert 0 < (scores[0] - scores[1]).norm() / scores[0].norm() < 0.2
+    # In fp32 the same rounding of these random weights gives 0.07 and 0.29.
+    most = {"int8": 0.1, "fp8": 0.35}[kind]
+    assert 0 < (scores[0] - scores[1]).norm() / scores[0].norm() < most
     assert exit_code(["info", str(tiny_folder), "--weights", kind, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["weights"], facts["dtype"]) == (kind, "bfloat16")

@@ -231,7 +231,8 @@ def attend_exactly(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tables: Tensor, page: int, paths: Paths
 ) -> tuple[Tensor, Tensor]:
     """As `longspec.kernels.attention.attend` of a chain, or of a tree that is at most DEEPEST deep, whose
-    nodes stand right behind the prefix."""
+    nodes stand right behind the prefix. The kernel launched right before must not write `paths`, because they
+    are read while it runs."""
     B, T, H, D = q.shape
     K, num_rows = k.shape[0], T * H // k.shape[0]
     check_tables(tables, page)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from longspec.decoding.methods import VANILLA, Method
 from longspec.decoding.round import Models
 from longspec.engine.device import Device
 from longspec.engine.interrupts import undisturbed
+from longspec.engine.threads import FreeThreads, ProcessorLoad
 from longspec.engine.transfer import Report
 from longspec.errors import UserError
 from longspec.hub import cache_dir
@@ -38,6 +38,9 @@ PLAIN_CONTEXTS, CAPTURED_CONTEXTS = (256, 2048), (512, 8192, 65536)
 PLAIN_ROUNDS, CAPTURED_ROUNDS = (3, 6), 12
 # Plain rounds are timed until the two fastest agree within this factor, because the result is kept.
 AGREEMENT = 1.05
+# The share of one processor that other programs may use, because some service is always at work, and the
+# seconds of watching that say something about it.
+_NEGLIGIBLE, _LEAST_WATCHED = 0.2, 0.1
 # The assumed cost of a speculative round, in vanilla steps, while nothing is measured.
 UNMEASURED = 1.3
 
@@ -243,6 +246,13 @@ def read_calibration(path: Path) -> Calibration | None:
     return found if found.tries >= 1 and all(seconds > 0 for *_, seconds in found.times) else None
 
 
+def _is_quiet(load: ProcessorLoad) -> bool:
+    """Whether other programs left this one as many processors as it has threads."""
+    if load.seconds < _LEAST_WATCHED:
+        return False  # so the next load measures again
+    return load.others() <= max(load.num_processors - torch.get_num_threads(), 0) + _NEGLIGIBLE
+
+
 def known_costs(device: Device, methods: tuple[Method, ...], progress: bool = False) -> Costs:
     """What these methods cost on this machine: read from disk, or measured now and kept."""
     path = calibration_path(device, methods)
@@ -252,10 +262,12 @@ def known_costs(device: Device, methods: tuple[Method, ...], progress: bool = Fa
     if known is None or not known.is_settled:
         if progress:
             print("longspec: measuring this machine (once)", file=sys.stderr)
-        load = ProcessorLoad()
-        with count_bar("measuring", (len(methods) + 1) * sum(map(len, sizes.values())), progress) as advance:
+        load, on_cpu = ProcessorLoad(), device.models.target.device.type == "cpu"
+        count = (len(methods) + 1) * sum(map(len, sizes.values()))
+        with FreeThreads(on_cpu) as threads, count_bar("measuring", count, progress) as advance:
+            threads.watch()
             times = measure(device, methods, advance)
-        is_quiet = device.models.target.device.type != "cpu" or load.is_quiet()
+        is_quiet = not on_cpu or _is_quiet(load)
         known = Calibration(times, 1, is_quiet) if known is None else known.after(times, is_quiet)
         if progress and not known.is_settled:
             print(
@@ -268,34 +280,3 @@ def known_costs(device: Device, methods: tuple[Method, ...], progress: bool = Fa
         except OSError as error:  # no reason to stop
             print(f"longspec: cannot keep the measurements: {error}", file=sys.stderr)
     return Costs.of(known.times, methods)
-
-
-class ProcessorLoad:
-    """Watches, from now on, how much of the processors other programs use."""
-
-    # The share of one processor that does not count, because some service is always at work.
-    _NEGLIGIBLE = 0.2
-    # The system counts in hundredths of a second, so shorter times than this say nothing.
-    _LEAST = 0.1
-
-    def __init__(self) -> None:
-        self._started = self._now()
-
-    def is_quiet(self) -> bool:
-        """Whether the others left this program as many processors as it has threads."""
-        wall, everyone, ours = (now - then for now, then in zip(self._now(), self._started, strict=True))
-        if wall < self._LEAST:
-            return False  # so the next load measures again
-        free = (os.cpu_count() or 1) - torch.get_num_threads()
-        return (everyone - ours) / wall <= max(free, 0) + self._NEGLIGIBLE
-
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
-        """Seconds: of the clock, of all processors at work, and of those at work for this program."""
-        ours = time.process_time()
-        try:
-            user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:9])
-        except (OSError, ValueError):
-            return time.monotonic(), ours, ours  # another system: taken to be quiet
-        ticks = user + nice + system + sum(interrupts)
-        return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), ours

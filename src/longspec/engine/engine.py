@@ -33,6 +33,7 @@ from longspec.engine.orders import Open
 from longspec.engine.ranks import Ranks
 from longspec.engine.scheduler import Scheduler
 from longspec.engine.sequence import Sequence
+from longspec.engine.threads import FreeThreads
 from longspec.errors import UserError
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.placement import on_device
@@ -96,6 +97,8 @@ class Engine:
         self._leads = threading.Lock()
         self._leader: int | None = None
         self._news = threading.Condition()
+        # Ranks share the processors by themselves.
+        self._threads = FreeThreads(target.device.type == "cpu" and ranks is None)
 
     @property
     def policy(self) -> Policy:
@@ -182,8 +185,10 @@ class Engine:
                 if self._leads.acquire(blocking=False):
                     try:
                         self._leader = threading.get_ident()
-                        while not (is_done() or pressed):
-                            self._work()
+                        with self._threads:
+                            while not (is_done() or pressed):
+                                self._threads.adapt()
+                                self._work()
                     finally:
                         self._leader = None
                         self._leads.release()

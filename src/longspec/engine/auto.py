@@ -1,4 +1,4 @@
-"""`auto`: which method a turn runs, by what its rounds cost here and what the rows are known to gain."""
+"""`auto`: picks the method of a turn by the cost of its rounds and the tokens that it expects from them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from longspec.decoding.methods.registry import methods
 from longspec.engine.costs import Costs
 from longspec.models.draft import GlideDraft
 
-# Share of the rows that have something to look up, where the host does not know (fused rounds).
+# The assumed share of rows that have something to look up, where the host does not know (fused rounds).
 ASSUMED_MATCHES = 0.3
-# Speculation must promise so much more than vanilla.
+# Speculation is used if it promises at least this many times vanilla's speed.
 LEAST_SPEED = 1.03
 
 
 class Outlook:
-    """How a sequence's rounds turn out against what is expected of them, for each source of proposals.
+    """How many tokens a sequence accepts compared with an average one, for each source of proposals.
 
-    It follows what is observed by `LEARNS` of each round's surprise. While nothing is tried it goes back to
-    where it began, so slowly that trying again costs a hundredth of the time.
+    Each round moves the share of its source by `LEARNS` of the difference to what was observed. The shares of
+    sources that are not tried go back to their start by `RETURNS`, so slowly that the new tries cost about 1%
+    of the time.
     """
 
     LEARNS, RETURNS, MOST = 0.1, 0.003, 3.0
-    # A draft's tokens are accepted less often at a temperature: at 0.7 about two thirds of the gain are left.
+    # Fewer drafted tokens are accepted at a temperature: at 0.7 about two thirds of the gain are left.
     COOLS = 0.45
 
     def __init__(self, temperature: float) -> None:
@@ -34,7 +35,8 @@ class Outlook:
         """By source: the share of the accepted tokens of an average round that this sequence accepts."""
 
     def learn(self, source: str | None, gained: float, emitted: int) -> None:
-        """A round, which gains so much on average, emitted so many tokens; None: nothing was proposed."""
+        """Note that a round emitted `emitted` tokens, where rounds of its source emit `gained` on average.
+        `source` None: nothing was proposed."""
         for one, start in self._start.items():
             if one == source:
                 found = min((emitted - 1) / max(gained - 1, 0.01), self.MOST)
@@ -44,13 +46,13 @@ class Outlook:
 
 
 def candidates(draft: GlideDraft | None, acceptance: Mapping[str, Any], fused: bool) -> tuple[Method, ...]:
-    """What is worth a try beside vanilla, as each method says."""
+    """The methods that `auto` considers beside vanilla; each class names its own."""
     config = None if draft is None else draft.config
     return tuple(one for cls in methods().values() for one in cls.candidates(config, acceptance, fused))
 
 
 def unmeasured(draft: GlideDraft | None) -> tuple[Method, ...]:
-    """What there is to choose from while nothing is measured: one method beside vanilla."""
+    """The method that `auto` considers beside vanilla while nothing is measured."""
     if draft is None:
         return (Lookup(),)
     tree = Tree()
@@ -59,7 +61,7 @@ def unmeasured(draft: GlideDraft | None) -> tuple[Method, ...]:
 
 @dataclass
 class Policy:
-    """Picks the method that promises the most tokens a second of all rows together."""
+    """Picks the method that promises the most tokens per second, summed over all rows."""
 
     methods: tuple[Method, ...]
     acceptance: Mapping[str, Any]
@@ -67,7 +69,7 @@ class Policy:
     gains: dict[Method, float] = field(default_factory=dict)
 
     def gain(self, method: Method) -> float:
-        """Tokens that a round is expected to emit of a row; by lookup, of one that has a match."""
+        """Tokens that a round is expected to emit per row; for lookup, per row that has a match."""
         if method not in self.gains:
             self.gains[method] = method.gain(self.acceptance)
         return self.gains[method]
@@ -80,9 +82,9 @@ class Policy:
         context: int,
         max_nodes: int | None = None,
     ) -> Method:
-        """For rows with these outlooks, in a bucket of `num_rows`, about `context` tokens long each.
+        """The method for rows with these outlooks, in a bucket of `num_rows`, of about `context` tokens each.
 
-        `matches` tells which rows have something to look up, where the host knows.
+        `matches` says which rows have something to look up; None: the host does not know.
         """
         has_match = [ASSUMED_MATCHES] * len(outlooks) if matches is None else matches
         shares = {
@@ -104,7 +106,7 @@ class Policy:
         return best
 
     def learn(self, outlook: Outlook, method: Method, emitted: int, has_match: bool | None) -> None:
-        """Tell a row's outlook what a round has emitted."""
+        """Update a row's outlook after a round."""
         source, gained = method.source, self.gain(method)
         if source == "lookup" and has_match is None:
             gained = 1 + ASSUMED_MATCHES * (gained - 1)

@@ -1,4 +1,4 @@
-"""Which parts of prompts the next pass takes."""
+"""Which parts of the prompts the next pass computes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from longspec.engine.fill import MOST_SEGMENTS, SEGMENT
 from longspec.engine.memory import longest_chunk
 from longspec.engine.scheduler import Seat
 
-# Tokens of a prompt that are computed at a time: alone, if there is memory for it, and while others wait for
-# their next round.
+# Tokens of a prompt that are computed at a time: alone (less if memory is short), and beside running rows.
 ALONE, BESIDE = 32768, 2048
 PLAIN_ALONE, PLAIN_BESIDE = 2048, 256
 
@@ -26,19 +25,19 @@ class Chunks:
 
     @property
     def is_large(self) -> bool:
-        """Whether a chunk's products take longer than the host takes to launch them: about 0.6 ms a layer."""
+        """Whether computing a chunk takes longer than launching it, which takes about 0.6 ms a layer."""
         config = self._models.target.config
         seconds = 2 * BESIDE * config.num_parameters / 6e14
         return seconds > 6e-4 * config.num_layers
 
     def parts(self, filling: list[Seat], alone: bool) -> list[tuple[Seat, PromptPart]]:
-        """The next parts of these, `alone` if nobody waits for a round meanwhile."""
+        """The next parts of these prompts; `alone`: no row waits for a round meanwhile."""
         first = filling[0]
         left = len(first.text) - first.computed
         if not self._models.fused:
             return [_part(first, first.computed, PLAIN_ALONE if alone else PLAIN_BESIDE)]
         if left >= BESIDE and self.is_large and self._models.exact:
-            # Chunks that depend on nothing but the text, because libraries' sums follow the shapes.
+            # Borders at fixed places of the text, because a library's sums depend on the shape of a chunk.
             return [_part(first, first.computed, BESIDE - first.computed % BESIDE)]
         if left >= BESIDE and self.is_large:
             return [_part(first, first.computed, self._longest if alone else BESIDE)]

@@ -1,7 +1,7 @@
-"""What a round costs on this machine: measured once for each method and number of rows, and kept on disk.
+"""The seconds of a round on this machine: measured once for each method and number of rows, and kept on disk.
 
-Times that were measured while other programs used the processors are used, but not trusted: the next load
-measures again, `Calibration.MOST_TRIES` times at most, and the shortest times count.
+If other programs used the processors meanwhile, the next load measures again, up to `Calibration.MOST_TRIES`
+times in all, and the shortest times count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Timed = tuple[str, int, int, float]
 """A method's label, the number of rows, the context, and the seconds of a round."""
 # Contexts at which rounds are timed.
 PLAIN_CONTEXTS, CAPTURED_CONTEXTS = (256, 2048), (512, 8192, 65536)
-# Rounds that are timed after a warm-up; of plain rounds the least and the most.
+# Rounds that are timed after a warm-up; for plain rounds, the fewest and the most.
 PLAIN_ROUNDS, CAPTURED_ROUNDS = (3, 6), 12
 # Plain rounds are timed until the two fastest agree within this factor, because the result is kept.
 AGREEMENT = 1.05
@@ -52,7 +52,7 @@ class Costs:
     times: Mapping[str, Mapping[int, Sequence[tuple[int, float]]]]
     """By a method's label and the number of rows: (context, seconds)."""
     methods: tuple[Method, ...]
-    """Those that were measured beside vanilla."""
+    """The methods that were measured beside vanilla."""
 
     @classmethod
     def of(cls, timed: Iterable[Timed], methods: tuple[Method, ...]) -> Costs:
@@ -62,7 +62,7 @@ class Costs:
         return cls(times, methods)
 
     def seconds(self, method: Method, num_rows: int, context: int) -> float:
-        """Of a round over so many rows of about this length each."""
+        """The seconds of a round over `num_rows` rows of about `context` tokens each."""
         measured = self.times.get(method.label)
         if not measured:
             return 1.0 if method == VANILLA else UNMEASURED
@@ -71,8 +71,8 @@ class Costs:
         return self._derived(method, num_rows, context)
 
     def _derived(self, method: Method, num_rows: int, context: int) -> float:
-        """From one row: the target reads its weights once for all nodes of all rows, the draft works for
-        each row. What the target takes for so many nodes is known from the rounds that draft nothing."""
+        """An estimate from the times of one row. The target reads its weights once for all nodes of all rows;
+        rounds without a draft show its time for that many nodes. The draft's time grows with the rows."""
 
         def of_one_row(one: Method) -> float:
             return interpolate(self.times[one.label][1], context)
@@ -84,7 +84,7 @@ class Costs:
 
 
 def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
-    """The value at x on the line through the nearest two points (x, value), which are sorted.
+    """The value at x on the line through the nearest two of the sorted points (x, value).
 
     Before the first point it is constant; behind the last it continues the line, but never falls.
     """
@@ -101,7 +101,7 @@ def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
 def measure(
     device: Device, methods: tuple[Method, ...], on_measured: Callable[[int], None] = lambda number: None
 ) -> list[Timed]:
-    """Time a round of every method and of vanilla, while no sequence runs."""
+    """Time a round of vanilla and of every method, while no sequence runs."""
     on_gpu = device.models.target.device.type == "cuda"
     width = draft_width(methods, device.models)
     timed = {one.label: one.in_full().fit(device.models, width=width) for one in (VANILLA, *methods)}
@@ -112,13 +112,13 @@ def measure(
                 for name, context, seconds in _time(device, timed, num_rows, contexts, on_gpu):
                     found.append((name, num_rows, context, seconds))
                     on_measured(1)
-        finally:  # Ctrl-C may have stopped it between two rounds
+        finally:  # also after Ctrl-C between two rounds
             device.rest()
     return found
 
 
 def draft_width(methods: Iterable[Method], models: Models) -> int:
-    """The most tokens that the draft may have to read at a time, whichever of these ran before."""
+    """The most tokens that the draft may have to read at a time, if any of these methods ran before."""
     return max((one.fit(models).depth for one in methods), default=0) + 1
 
 
@@ -142,7 +142,7 @@ def _time(
                     seconds = _captured_seconds(device, method, num_rows, context)
                 yield name, context, seconds
             continue
-        # The methods take turns, so that other programs disturb all of them alike; the fastest turn counts.
+        # The methods take turns, so that other programs slow all of them alike; the fastest turn counts.
         least, most = PLAIN_ROUNDS
         open_names = list(methods)
         for turn in range(most + 1):
@@ -214,19 +214,20 @@ class Calibration:
 
 
 def calibration_path(device: Device, methods: tuple[Method, ...]) -> Path:
-    """The file, named after a hash of what is measured and of everything that the times depend on."""
+    """The file's name is a hash of what is measured and of everything that the times depend on."""
     models = device.models
     target, draft = models.target, models.draft
     facts = [
-        *(__version__, torch.__version__, repr(target.config), str(target.dtype), target.weights, target.kv),
-        *(
-            [
-                [one.label for one in methods],
-                {str(rows): at for rows, at in timed_sizes(device).items()},
-                models.fused,
-                models.exact,
-            ]
-        ),
+        __version__,
+        torch.__version__,
+        repr(target.config),
+        str(target.dtype),
+        target.weights,
+        target.kv,
+        [one.label for one in methods],
+        {str(rows): contexts for rows, contexts in timed_sizes(device).items()},
+        models.fused,
+        models.exact,
         (repr(draft.config), type(draft.qkv).__name__) if draft else None,
         type(target.attention).__name__,
         device_name(target.device),
@@ -238,7 +239,7 @@ def calibration_path(device: Device, methods: tuple[Method, ...]) -> Path:
 
 
 def read_calibration(path: Path) -> Calibration | None:
-    """What the file holds; None where it is missing or damaged, so that the caller measures again."""
+    """The times in the file; None where it is missing or damaged, so that the caller measures again."""
     try:
         found = read_record(path, Calibration)
     except UserError:
@@ -254,11 +255,11 @@ def _is_quiet(load: ProcessorLoad) -> bool:
 
 
 def known_costs(device: Device, methods: tuple[Method, ...], progress: bool = False) -> Costs:
-    """What these methods cost on this machine: read from disk, or measured now and kept."""
+    """The costs of these methods on this machine: read from disk, or measured now and kept there."""
     path = calibration_path(device, methods)
     known, sizes = read_calibration(path), timed_sizes(device)
     if known is not None and not known.covers((VANILLA, *methods), sizes):
-        known = None  # somebody changed the file
+        known = None  # the file was changed by hand
     if known is None or not known.is_settled:
         if progress:
             print("longspec: measuring this machine (once)", file=sys.stderr)
@@ -277,6 +278,6 @@ def known_costs(device: Device, methods: tuple[Method, ...], progress: bool = Fa
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(asdict(known), indent=1).encode())
-        except OSError as error:  # no reason to stop
+        except OSError as error:  # the measurements can be used without the file
             print(f"longspec: cannot keep the measurements: {error}", file=sys.stderr)
     return Costs.of(known.times, methods)

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from longspec.engine.ranks import Ranks
 
 Work = tuple[tuple[Any, ...], Callable[[], None]]
-"""What a graph is found by, and what launches its kernels."""
+"""The key of a graph, and the function that launches its kernels."""
 Group = tuple[MethodChoice, bool]
-"""What sequences of one round share: what they asked to decode with, and whether nodes are drawn."""
+"""Sequences of one group run in the same rounds: the method they asked for, and whether nodes are drawn."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class Device:
         target, page = models.target, models.pages.size
         self.models, self.max_rows = models, max_rows
         self.ranks: Ranks | None = None
-        """The others, where this is rank 0 of several."""
+        """The other ranks, where this process is rank 0 of several."""
         self._base_head = models.head if isinstance(models.head, DraftHead) else None
-        # A round may run past a text's end by a tree, and a segment by its padding.
+        # A round may run past the end of a text by a tree, and a segment by its padding.
         beyond = MOST_NODES + SEGMENT
         target.rope.reserve(max_length + beyond)
         self.slots = Slots.empty(
             target.config,
             None if models.draft is None else models.draft.config,
-            max_rows + 1,  # the last is the spare row, which takes what nobody wants
+            max_rows + 1,  # the last is the spare row: what is written there is discarded
             max_length + 1,
             -(-(max_length + beyond) // page),
             num_nodes,
@@ -83,7 +83,7 @@ class Device:
         self._rings: dict[int, Tensor] = {}
         self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         self.captures = models.fused and target.device.type == "cuda"
-        """Whether works are recorded and replayed."""
+        """Whether work is captured in graphs and replayed."""
         if target.shard is not None:
             self.captures = self.captures and target.shard.can_capture
         self._pool = torch.cuda.graph_pool_handle() if self.captures else None
@@ -92,7 +92,7 @@ class Device:
 
     @on_every_rank
     def reserve_nodes(self, num_nodes: int) -> bool:
-        """Make room behind the draft's ring for larger trees; whether that emptied the ring."""
+        """Make room behind the draft's ring for larger trees. Returns whether that emptied the ring."""
         ring, draft = self.slots.ring, self.models.draft
         if ring is None or draft is None or ring.positions.shape[1] > ring.window + num_nodes:
             return False
@@ -105,7 +105,7 @@ class Device:
         return True
 
     def bucket(self, num_rows: int) -> int:
-        """The rows that a round over the first `num_rows` takes along."""
+        """The number of rows that a round over the first `num_rows` computes."""
         return next(size for size in self.buckets if size >= num_rows)
 
     @on_every_rank
@@ -126,7 +126,7 @@ class Device:
         ours.limits[rows], ours.seeds[rows] = numbers[0], numbers[1]
         ours.eos_ids[rows] = self._send(ends)
         ours.sampling.put(rows, settings)
-        # Fill, do not assign: a number of the host would be copied, and the host would wait for that.
+        # Fill, do not assign: an assigned number is copied from the host, which would wait for the copy.
         for part, value in ((ours.lengths, 0), (ours.running, False), (ours.num_unread, 1)):
             part.index_fill_(0, rows, value)
         for part in (ours.tables, self._fill_tables):
@@ -142,19 +142,19 @@ class Device:
 
     @on_every_rank
     def extend(self, slots: Sequence[int], starts: Sequence[int], pages: Sequence[list[int]]) -> None:
-        """Give rows more pages, each from its start in the table on."""
+        """Give rows more pages; `starts` are their places in the rows' tables."""
         put_rows(self.slots.tables, slots, pages, starts)
 
     @on_every_rank
     def release(self, slots: Sequence[int]) -> None:
-        """Let rows rest; what their rounds still write goes to the dump page."""
+        """Let rows rest. Rounds in flight then write to the dump page."""
         rows = self._send(list(slots))
         for part in (self.slots.running, self.slots.tables, self.slots.lengths):
             part.index_fill_(0, rows, 0)
 
     @on_every_rank
     def move(self, source: int, goal: int) -> None:
-        """Put a row in place of another, which rests."""
+        """Move a row to a slot that is at rest."""
         self.slots.move(source, goal)
         self._fill_tables[goal].copy_(self._fill_tables[source])
         self._active[goal] = self._active[source]
@@ -162,8 +162,8 @@ class Device:
 
     @on_every_rank
     def rewind(self, slots: Sequence[int], texts: Sequence[list[int]]) -> None:
-        """Let rows run whose prompts were just computed as if their first tokens had not been chosen: each
-        stands at its text's last token."""
+        """Undo the choice of the first token in rows whose prompts were just computed: the next round starts
+        at the prompt's last token."""
         rows, ours = self._send(list(slots)), self.slots
         ours.lengths[rows] = self._send([len(text) - 1 for text in texts])
         ours.running.index_fill_(0, rows, True)
@@ -173,7 +173,7 @@ class Device:
 
     @on_every_rank
     def take(self, pieces: Sequence[PromptPart], sampled: bool) -> Report:
-        """Compute pieces of prompts; those at a prompt's end report the first token of its answer."""
+        """Compute pieces of prompts. A piece at the end of a prompt reports the first token of the answer."""
         if not self.models.fused or pieces[0].count > SEGMENT:
             assert len(pieces) == 1
             work, piece = self._describe(pieces, 1), pieces[0]
@@ -185,7 +185,7 @@ class Device:
         return Report(work.report)
 
     def _describe(self, pieces: Sequence[PromptPart], size: int) -> Segments:
-        """The segments that a graph of this size reads, filled with these."""
+        """The segments that the graph of this size reads, filled with these pieces."""
         work, spare = self._segments_of(size), self.max_rows
         padding = [[spare, 0, 0, spare]] * (size - len(pieces))
         facts = [[p.slot, p.start, p.count, p.slot if p.is_end else spare] for p in pieces] + padding
@@ -196,7 +196,7 @@ class Device:
 
     @on_every_rank
     def read_into_rings(self, slots: Sequence[int]) -> None:
-        """Have the draft read the texts of these rows; see `longspec.engine.fill`."""
+        """Let the draft read the texts of these rows; see `longspec.engine.fill`."""
         size = next(size for size in row_buckets(self.max_rows) if size >= len(slots))
         work = self.ring_work(size)
         self._rings[size].copy_(self._send([*slots, *[self.max_rows] * (size - len(slots))]))
@@ -204,7 +204,7 @@ class Device:
 
     @on_every_rank
     def round(self, method: Method, num_rows: int, active: Sequence[bool], sampled: bool) -> Report:
-        """Run one round of a fitted method over the first rows; only rows that are `active` move."""
+        """Run one round of a fitted method over the first rows, for those that are `active`."""
         size = self.bucket(num_rows)
         self._activate([*active, *[False] * (size - len(active))])
         self._run(self.round_work(method, size, sampled))
@@ -216,7 +216,7 @@ class Device:
     ) -> tuple[Report, Report]:
         """Run a vanilla round over the first rows, for those that are `active`; see `run_guided`.
 
-        It is not captured: few sequences ask for it, and it has as many forms as they ask for probabilities.
+        It is not captured, because few sequences need it, and each number of probabilities is another shape.
         """
         size = self.bucket(len(active))
         self._activate([*active, *[False] * (size - len(active))])
@@ -227,18 +227,18 @@ class Device:
         return Report(rows.report[: len(active), :2]), Report(scores[: len(active)])
 
     @on_every_rank
-    def learn_words(self, tokens: list[int], is_anew: bool) -> None:
-        """Let the draft propose these, in its vocabulary or not, and only these if `is_anew`."""
+    def learn_words(self, tokens: list[int], forgets: bool) -> None:
+        """Let the draft propose these tokens too; if `forgets`, tokens that it learned before no more."""
         assert self._base_head is not None
-        if is_anew:
+        if forgets:
             self.models.head = self._base_head.in_context(tokens)
         elif isinstance(self.models.head, ContextHead):
             self.models.head.add(tokens)
 
     @on_every_rank
     def place_rows(self, num_rows: int, context: int) -> None:
-        """Pretend that the first rows have texts of `context` tokens. Rows may share pages, because no
-        sequence holds any."""
+        """Let the first rows run as if they had texts of `context` tokens, to time rounds. Rows may share
+        pages, because no sequence holds any."""
         rows, pages = self.slots.first(num_rows), self.models.pages.num_pages
         numbers = torch.arange(rows.tables.numel(), device=rows.tables.device).view(rows.tables.shape)
         rows.tables.copy_(numbers % pages + 1)
@@ -249,13 +249,13 @@ class Device:
 
     @on_every_rank
     def rest(self) -> None:
-        """Let all rows rest, as if none had run."""
+        """Let all rows rest, and empty the draft's ring."""
         self.release(range(self.max_rows))
         if self.slots.ring is not None:
             self.slots.ring.positions.fill_(-1)
 
     def check(self) -> None:
-        """Raise if what was computed means nothing, because a rank is lost."""
+        """Raise if a rank is lost, because the results are then wrong."""
         if self.ranks is not None:
             self.ranks.check()
 
@@ -275,20 +275,20 @@ class Device:
         return ("segments", size, sampled), partial(take_segments, self.models, self.slots, work, sampled)
 
     def ring_work(self, size: int) -> Work:
-        """What has the draft read the texts of so many rows."""
+        """The work of letting the draft read the texts of `size` rows."""
         if size not in self._rings:
             self._rings[size] = self._send([self.max_rows] * size)
         return ("ring", size), partial(read_into_rings, self.models, self.slots, self._rings[size])
 
     def round_work(self, method: Method, size: int, sampled: bool) -> Work:
         def launch() -> None:
-            # The views of the first rows are made here, because a replay does not need them.
+            # The views of the first rows are made here, so that a replay does not make them.
             run_round(self.models, self.slots.first(size), method, sampled)
 
         return (method, size, sampled), launch
 
     def _run(self, work: Work) -> None:
-        """Do the work: by a replay, recorded the first time, where that can be."""
+        """Do the work: replay its graph, captured at first use, or launch it where nothing is captured."""
         key, launch = work
         if not self.captures:
             launch()
@@ -299,7 +299,7 @@ class Device:
 
     @on_every_rank
     def prepare(self, keys: Sequence[tuple[Any, ...]]) -> None:
-        """Record what is found by these keys."""
+        """Capture the work with these keys."""
         kinds: dict[Any, Callable[..., Work]] = {"segments": self.segments_work, "ring": self.ring_work}
         works = [
             kinds[kind](*rest) if kind in kinds else self.round_work(kind, *rest) for kind, *rest in keys
@@ -307,9 +307,10 @@ class Device:
         self.record(works)
 
     def record(self, works: Sequence[Work]) -> None:
-        """Record what is not recorded yet, with every row at rest, because that runs each work a few times.
+        """Capture the works that have no graph yet. All rows rest meanwhile, because each work runs a few
+        times.
 
-        The kernels of all works are compiled side by side first.
+        The kernels of all works are compiled first, in parallel.
         """
         new = {key: launch for key, launch in works if key not in self._graphs}
         if not new:
@@ -341,10 +342,9 @@ def make_device(
     num_nodes: int,
     exact: bool,
 ) -> Device:
-    """A device with pages and slots of this size, and room for trees of so many nodes."""
+    """A device with pages and slots of this size, and room for trees of `num_nodes`."""
     first: Any = target.blocks[0]
-    # The layer's number of KV heads, because with tensor parallelism in training it has only some of the
-    # config's.
+    # Tensor parallelism in training divides the layer's KV heads, and leaves the config as it is.
     shape = replace(target.config, num_kv_heads=first.attention.num_kv_heads)
     pages = Pages.empty(shape, size.num_pages, size.page_size, target.device, target.kv_dtype)
     models = Models(target, pages, target.can_fuse, draft, head, exact)

@@ -1,7 +1,7 @@
-"""The one engine that everything runs on: sequences join and leave at any turn of its loop.
+"""The engine: sequences join and leave at any turn of its loop.
 
-Whoever waits for an answer leads: it runs turns for all sequences (see `longspec.engine.loop`). Another
-thread takes over when the leader has what it waited for.
+A thread that waits for an answer leads: it runs turns for the sequences of all threads (see
+`longspec.engine.loop`). Another waiting thread takes over when the leader has its answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.placement import on_device
 from longspec.models.target import Transformer
 
-# Seconds after which who waits looks again by itself.
+# Seconds after which a waiting thread checks again without being notified.
 _LONGEST_WAIT = 0.2
 
 
@@ -49,19 +49,19 @@ class Statistics:
 
     num_captures: int
     num_paused: int
-    """How often a sequence gave its pages to an older one, to be computed again later."""
+    """How often a sequence gave its pages to an older one and was computed again later."""
     prompt_tokens: int
     shared_tokens: int
-    """Of these, tokens whose KV was there already."""
+    """Tokens of prompts whose KV was there already."""
     rounds: Mapping[str, int]
     num_pages: int
     held_pages: int
 
 
 class Engine:
-    """A target, its draft, and all the sequences that they answer.
+    """A target, its draft, and all sequences that they answer.
 
-    All of this may be called from any thread. What a sequence says does not depend on who runs beside it.
+    Any thread may call its methods. The tokens of a sequence do not depend on the sequences beside it.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Engine:
         self._end: Callable[[], object] = lambda: None
         with torch.inference_mode(), on_device(target.device):
             self.candidates = candidates(draft, acceptance or {}, target.can_fuse)
-            """What is worth measuring for `auto`."""
-            # Room for the trees of `auto` and of the default.
+            """The methods that are measured for `auto`."""
+            # Room for the trees of `auto` and for the default tree.
             num_nodes = max(one.num_drafted for one in (Tree(), *self.candidates))
             if ranks is not None:
                 ranks.tell(Open(size, num_nodes, exact))
@@ -93,7 +93,7 @@ class Engine:
         self.loop = Loop(self.device, self.scheduler, policy, self.candidates)
         self._known_choices: dict[MethodChoice, MethodChoice] = {}
         self._orders: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        """What other threads ask of the one that leads."""
+        """What the thread that leads must do before its next turn."""
         self._leads = threading.Lock()
         self._leader: int | None = None
         self._news = threading.Condition()
@@ -105,11 +105,11 @@ class Engine:
         return self.loop.policy
 
     def adopt(self, costs: Costs) -> None:
-        """Decide by these from now on."""
+        """Let `auto` decide by these costs from now on."""
         self.loop.policy = Policy(self.candidates, self.policy.acceptance, costs)
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
-        """Put sequences into the line; they are answered while anyone leads (`run`, `lead`, `serving`)."""
+        """Queue sequences. They are answered while a thread leads (`run`, `lead`, `serving`)."""
         asked = list(sequences)
         for sequence in asked:
             self._check(sequence)
@@ -120,7 +120,7 @@ class Engine:
             self._orders.put(partial(self.scheduler.waiting.append, sequence))
 
     def _check(self, sequence: Sequence) -> None:
-        """Refuse what can never be answered."""
+        """Refuse a sequence that can never be answered."""
         pool = self.scheduler.pool
         most = min(self.max_length, pool.num_pages * pool.size)
         if sequence.limit > most:
@@ -129,7 +129,7 @@ class Engine:
             self.loop.fit(sequence.method, sequence.draws)  # refuses what cannot run
 
     def run(self, sequences: list[Sequence]) -> None:
-        """Answer these; what goes wrong is raised."""
+        """Answer sequences, and raise the first error of any of them."""
         self.submit(sequences)
         try:
             self.lead(lambda: all(sequence.finished for sequence in sequences))
@@ -142,15 +142,17 @@ class Engine:
             raise error
 
     def run_each(self, sequences: Iterable[Sequence], ahead: int = 1) -> Iterator[Sequence]:
-        """Answer sequences; yields each when it is done.
+        """Answer sequences, and yield each when it is finished. They are taken from the iterable when there
+        is room for them.
 
-        Of vanilla, `ahead` rounds are launched before the host looks at them: with many rows it could not
-        keep up otherwise. Rows end on the device by themselves, and whoever waits does so for as many rounds.
+        `ahead` vanilla rounds are launched before the host reads the first of them, because with many rows
+        the host could not keep up otherwise. A row that ends meanwhile stops on the device; a new sequence
+        waits for these rounds.
 
-        They are taken from the iterable when there is room for them. If nobody else uses the engine, who runs
-        beside whom follows from the sequences alone and never from time: a second run computes the same bits,
-        and processes that share a target's weights launch the same work in the same order. The caller's work
-        on what is yielded overlaps with the GPU's on what comes next.
+        If no other thread uses the engine, the order of the sequences alone decides which of them run
+        together, and time does not. So a second run computes the same bits, and processes that share a target
+        launch the same work in the same order. What the caller does with a yielded sequence overlaps with the
+        GPU's work on the next ones.
         """
         coming, done, scheduler = iter(sequences), deque[Sequence](), self.scheduler
         inside: set[Sequence] = set()
@@ -176,9 +178,8 @@ class Engine:
                 self.cancel(sequence)
 
     def lead(self, is_done: Callable[[], bool]) -> None:
-        """Run turns, or wait while another thread does, until `is_done`, which is asked after each turn.
-
-        Ctrl-C takes effect between two turns.
+        """Run turns, or wait while another thread runs them, until `is_done` returns True. It is called after
+        each turn. Ctrl-C takes effect between two turns.
         """
         with undisturbed() as pressed:
             while not (is_done() or pressed):
@@ -192,14 +193,14 @@ class Engine:
                     finally:
                         self._leader = None
                         self._leads.release()
-                        self._tell()
+                        self._notify()
                 else:
                     with self._news:
                         self._news.wait_for(lambda: is_done() or self._leader is None, timeout=_LONGEST_WAIT)
 
     @contextlib.contextmanager
     def serving(self, after_turn: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Have a thread lead, whoever else does, for as long as the context lasts; it calls `after_turn`."""
+        """Let a thread of its own lead while the context lasts; it calls `after_turn` after each turn."""
         over = threading.Event()
 
         def is_over() -> bool:
@@ -212,28 +213,29 @@ class Engine:
             yield
         finally:
             over.set()
-            self._orders.put(lambda: None)  # so that it looks
+            self._orders.put(lambda: None)  # wakes the thread
             thread.join()
 
     def _work(self) -> None:
-        """One turn; an error in it ends every sequence, not the engine."""
+        """One turn. An error in it ends all sequences, and the engine goes on."""
         with torch.inference_mode(), on_device(self.models.target.device):
             try:
-                if self._take_orders():
+                self._do_orders()
+                if self.loop.is_busy:
                     self.loop.turn()
             except Exception as error:
                 self.loop.fail(error)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
-        """Have those who wait look again."""
+    def _notify(self) -> None:
+        """Let the waiting threads check again."""
         with self._news:
             self._news.notify_all()
 
     def cancel(self, sequence: Sequence, waits: bool = True) -> None:
-        """Stop a sequence and wait until it is; its slot and pages are free then.
+        """Stop a sequence, and wait until its slot and pages are free.
 
-        Who may not wait leaves that to the thread that leads: the sequence ends before its next round.
+        With `waits` False, the thread that leads stops it before its next round.
         """
         if not sequence.submitted_at or sequence.finished:
             return
@@ -242,7 +244,7 @@ class Engine:
             self.lead(lambda: sequence.finished)
 
     def main_method(self, sequence: Sequence) -> Method:
-        """What most of a sequence's rounds ran, or would have run."""
+        """The method of most of a sequence's rounds; if there were none, the method that was asked for."""
         if sequence.runs:
             ((method, _),) = sequence.methods.most_common(1)
         else:
@@ -250,16 +252,16 @@ class Engine:
         return self.loop.fit(method, sequence.draws)
 
     def check(self) -> None:
-        """Raise if this engine is of no use any more, because another rank is lost."""
+        """Raise if another rank is lost, because the engine cannot answer without it."""
         self.device.check()
 
     def close(self) -> None:
-        """End the other ranks, if there are any; then this one is of no use either."""
+        """End the other ranks, if there are any. The engine cannot be used after that."""
         with self._leads:
             self._end()
 
     def forget(self) -> None:
-        """Let go of all texts that no sequence holds."""
+        """Drop the KV of all finished texts."""
         self._orders.put(self.scheduler.pool.forget_all)
 
     @property
@@ -277,7 +279,7 @@ class Engine:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[Device]:
-        """The device for the caller alone; no sequence may be there."""
+        """Give the device to the caller alone; no sequence may be waiting or running."""
         with self._leads, torch.inference_mode(), on_device(self.models.target.device):
             self._leader = threading.get_ident()
             self.loop.drain()
@@ -286,10 +288,10 @@ class Engine:
                 yield self.device
             finally:
                 self._leader = None
-        self._tell()
+        self._notify()
 
     def prepare(self, max_rows: int = 1) -> None:
-        """Record what a first sequence, or so many at once, will replay, so that none has to wait for it."""
+        """Capture what up to `max_rows` sequences at once will replay, so that none waits for a capture."""
         if not self.device.captures:
             return
         with self.paused() as device:
@@ -308,17 +310,17 @@ class Engine:
                 picked = self.policy.pick([Outlook(0.0)] * size, None, size, 512)
                 if self.models.draft is not None:
                     works.append(("ring", size))
-                # One sequence mostly stays with what is picked first; of many, outlooks and lengths differ.
+                # One sequence mostly keeps the method that is picked first. Many sequences differ in outlook
+                # and length, so that any method may be picked.
                 for method in {VANILLA, picked, *(self.policy.methods if max_rows > 1 else ())}:
                     fitted = self.loop.fit(method)
                     works += [(fitted, size, sampled) for sampled in (False, True)]
             device.prepare(works)
 
-    def _take_orders(self) -> bool:
-        """Do what callers asked for; whether there is something to do now."""
+    def _do_orders(self) -> None:
+        """Do what callers asked for. Without sequences, wait a while for an order."""
         with contextlib.suppress(Empty):
             order = self._orders.get(block=not self.loop.is_busy, timeout=_LONGEST_WAIT)
             while True:
                 order()
                 order = self._orders.get_nowait()
-        return self.loop.is_busy

@@ -1,4 +1,4 @@
-"""Bringing prompts into the pages: in segments of several sequences at once, or a long one by itself."""
+"""Computing prompts into the pages: segments of several sequences at once, or a long chunk of one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longspec.decoding.round import Models
 from longspec.decoding.slots import Slots
 from longspec.models.passes import paged_pass
 
-# Tokens of a segment: as many as our own products are for, so that one segment costs hardly more than a step.
+# Tokens of a segment: our own products take up to 64 rows, so one segment costs hardly more than a step.
 SEGMENT = 64
 # Segments that one pass takes.
 MOST_SEGMENTS = 32
@@ -21,25 +21,25 @@ MOST_SEGMENTS = 32
 
 @dataclass(frozen=True)
 class Segments:
-    """n pieces of prompts, of at most SEGMENT tokens each, where kernels can read what they are."""
+    """n pieces of prompts, of at most SEGMENT tokens each, described on the device for the kernels."""
 
     slots: Tensor
-    """Whose they are, int64 [n]."""
+    """The slot of each piece's sequence, int64 [n]."""
     starts: Tensor
-    """Where they begin in the text, int64 [n]."""
+    """Where each piece begins in its text, int64 [n]."""
     counts: Tensor
-    """How many tokens they have, int64 [n]."""
+    """How many tokens each piece has, int64 [n]."""
     goals: Tensor
-    """The slot, where the piece is a prompt's end; else the spare one. int64 [n]"""
+    """The slot if the piece ends a prompt, else the spare slot, int64 [n]."""
     tables: Tensor
-    """The pages of all rows while their prompts are computed, int32 [R, M]: rounds in between see a row's
-    pages only when its prompt is complete."""
+    """The pages of all rows while their prompts are computed, int32 [R, M]. Rounds that run meanwhile see a
+    row's pages only when its prompt is complete."""
     report: Tensor
-    """For the host, int64 [n]: the first token of a prompt's answer, -1 where its scores are no numbers."""
+    """For the host, int64 [n]: the first token of the answer, or -1 if the hidden state is not finite."""
 
     @classmethod
     def empty(cls, num_segments: int, tables: Tensor) -> Segments:
-        """Nothing yet; the last row of the tables is the spare one."""
+        """Segments of the spare row, which is the last one of the tables."""
 
         def whole() -> Tensor:
             return torch.zeros(num_segments, dtype=torch.int64, device=tables.device)
@@ -49,17 +49,17 @@ class Segments:
         return made
 
     def clear(self) -> None:
-        """Let it be nothing for anyone: all of it belongs to the spare row."""
+        """Give all segments to the spare row, so that computing them changes no sequence."""
         self.counts.zero_()
         for part in (self.slots, self.goals):
             part.fill_(len(self.tables) - 1)
 
 
 def take_segments(models: Models, slots: Slots, work: Segments, sampled: bool) -> None:
-    """Compute the pieces, all in one pass, by our own kernels.
+    """Compute all pieces in one pass with our own kernels.
 
-    A piece sees those of its sequence that come before it, in this pass too: every layer writes the keys of
-    all pieces before it attends.
+    A piece also sees the earlier pieces of its sequence in the same pass, because every layer writes the keys
+    of all pieces before it attends.
     """
     from longspec.kernels.exact import chain_paths
     from longspec.kernels.tree import segment_places
@@ -78,7 +78,7 @@ def take_segments(models: Models, slots: Slots, work: Segments, sampled: bool) -
 def take_chunk(
     models: Models, slots: Slots, work: Segments, pages: list[int], start: int, count: int, sampled: bool
 ) -> None:
-    """Compute `count` tokens of one sequence from `start` on; its pages are known to the host."""
+    """Compute `count` tokens of one sequence from `start` on, whose `pages` the host knows."""
     target, kv = models.target, models.pages
     positions = torch.arange(start, start + count, device=target.device)[None]
     table = work.tables[work.slots]
@@ -92,8 +92,8 @@ def take_chunk(
 
 
 def finish_prompts(models: Models, slots: Slots, work: Segments, last: Tensor, sampled: bool) -> None:
-    """Choose the first token of each prompt that is complete, by the hidden states [n, E] at the pieces'
-    ends, and let its row run. What belongs to no prompt's end goes to the spare row."""
+    """Choose the first token of each complete prompt, from the hidden states `last` [n, E] at the ends of the
+    pieces, and let its row run. Pieces that do not end a prompt write to the spare row."""
     goals, ends = work.goals, work.starts + work.counts
     logits = models.target.logits(last, models.exact)
     sampling = slots.sampling.at(goals) if sampled else slots.sampling
@@ -103,9 +103,9 @@ def finish_prompts(models: Models, slots: Slots, work: Segments, last: Tensor, s
         tokens = choose_tokens(logits, sampling, slots.seeds[goals], ends, sampled)
     else:
         tokens = choose(logits, sampling, slots.seeds[goals], ends, sampled)
-    # Before a capture all of this runs without our kernels, and then no token is one.
+    # Clamped, because tokens are arbitrary while kernels are only compiled (`compile_for`).
     tokens = models.target.agree(tokens.clamp(0, logits.shape[1] - 1))
-    # Weights that are finite can still overflow in the pass; whatever is chosen then means nothing.
+    # Finite weights can still overflow in the pass; the choice then means nothing.
     work.report.copy_(torch.where(last.isfinite().all(-1), tokens, -1))
     slots.text[goals, ends.clamp(max=slots.text.shape[1] - 1)] = tokens
     slots.seen.view(-1).index_fill_(0, goals * slots.seen.shape[1] + tokens, True)
@@ -119,8 +119,8 @@ def finish_prompts(models: Models, slots: Slots, work: Segments, last: Tensor, s
 
 
 def read_into_rings(models: Models, slots: Slots, goals: Tensor) -> None:
-    """Bring the last tokens of the rows `goals` [n], all but the root, into the draft's ring: as many as its
-    window has, because more is never seen."""
+    """Write the draft's KV of the last tokens of the rows `goals` [n] into its ring: as many tokens as the
+    window holds, without the root."""
     from longspec.kernels.rope import rope_write
     from longspec.models.fused import FusedOps
 

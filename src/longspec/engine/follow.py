@@ -1,4 +1,4 @@
-"""A rank other than 0: `python -m longspec.engine.follow`, with torchrun's variables."""
+"""A rank other than 0: `python -m longspec.engine.follow`, with torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from longspec.models.sharding import Shard
 
 
 class Follower:
-    """Does what rank 0 says, in order."""
+    """Carries out rank 0's orders one after the other."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self._store = rank, find_store()
@@ -38,7 +38,7 @@ class Follower:
         self._device: Device | None = None
 
     def run(self) -> None:
-        """Until rank 0 says that it is over."""
+        """Work until rank 0 sends None."""
         threading.Thread(target=_listen, args=(self._link, self._orders, self._sends), daemon=True).start()
         try:
             with torch.inference_mode():
@@ -54,7 +54,7 @@ class Follower:
             reason = "there is not enough memory"
         elif not isinstance(error, UserError):
             reason = f"{type(error).__name__}: {reason_of(error)}"
-            # A collective fails because another rank has ended. Let that one be found first.
+            # A collective fails when another rank has ended. Give rank 0 time to notice that one first.
             time.sleep(2)
         with self._sends:
             send(self._link, Failed(reason))
@@ -84,8 +84,8 @@ class Follower:
 
 
 def _listen(link: Connection, orders: SimpleQueue[Order], sends: threading.Lock) -> None:
-    """Take orders, and say that this rank is alive while it works on one. Without rank 0 there is nothing to
-    do, and what this rank may wait for in a collective never comes: end at once."""
+    """Receive orders, and answer pings while this rank works on one. When rank 0 is gone, end the process at
+    once, because a collective would wait for rank 0 forever."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             order: Order = receive(link)
@@ -100,7 +100,7 @@ def _listen(link: Connection, orders: SimpleQueue[Order], sends: threading.Lock)
 
 
 def follow_if_told(num_ranks: int) -> None:
-    """Where torchrun has started so many processes, be one of those that follow rank 0, if this is one."""
+    """Follow rank 0 if torchrun started this process as another rank. Refuse a wrong number of processes."""
     rank = torchrun_rank()
     if rank is None:
         return
@@ -115,20 +115,20 @@ def follow_if_told(num_ranks: int) -> None:
 
 
 def follow() -> NoReturn:
-    """Be a rank other than 0 for as long as rank 0 is there; the process ends here."""
-    # Ctrl-C reaches all processes of a terminal; rank 0 decides what it means.
+    """Be a rank other than 0 until rank 0 ends it; does not return."""
+    # Ctrl-C reaches all processes of a terminal; rank 0 handles it for all.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    warnings.simplefilter("ignore")  # rank 0 has told it
+    warnings.simplefilter("ignore")  # rank 0 shows the same warnings
     code = 0
     try:
         Follower(int(os.environ["RANK"])).run()
     except Exception as error:
         code = 1
-        # Rank 0 tells what users can act on, and whatever goes wrong if it is gone is of no interest.
+        # Rank 0 reports errors that users can act on, and the other two follow from the loss of a rank.
         if not isinstance(error, (UserError, OSError, dist.DistError)) and not out_of_memory(error):
             traceback.print_exc()
     sys.stderr.flush()
-    # Not by `sys.exit`: the end of a group of which others have ended already may wait for them.
+    # Not `sys.exit`, because the end of a process group may wait for ranks that have ended already.
     os._exit(code)
 
 

@@ -1,4 +1,4 @@
-"""Work that is launched once and then replayed as a whole: a CUDA graph."""
+"""Capturing work in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ _turn = threading.Lock()
 def capture(
     works: Sequence[Callable[[], object]], device: torch.device, pool: Any = None
 ) -> list[torch.cuda.CUDAGraph]:
-    """Record what each of the works launches, ready to be replayed. Graphs with the same `pool` share their
-    memory, so that what one leaves there is gone when another is replayed.
+    """A graph of each of the works. Graphs with the same `pool` share their memory, so a replay overwrites
+    what another graph left there.
 
-    Each runs twice beforehand. In the first run our kernels are only compiled, those of all works side by
-    side. So a work must be at rest: doing it once more must change nothing, nor may it look anything up by
-    what our kernels compute. What it reads and writes must keep its place in memory for as long as the graph
-    is replayed.
+    Each work runs twice before it is recorded. In the first run our kernels are only compiled, those of all
+    works in parallel. So running a work once more must change nothing, and a work must not use a kernel's
+    result as an index. The tensors that it reads and writes must keep their addresses while the graph lives.
 
     Other threads may launch, allocate and wait for their own streams meanwhile, but not for the whole device.
     """
@@ -36,7 +35,7 @@ def capture(
         try:
             with torch.cuda.stream(aside):
                 compile_for(works)
-                # Libraries make their workspaces now.
+                # In this run libraries allocate their workspaces.
                 for work in works:
                     work()
         finally:
@@ -53,7 +52,7 @@ def _record(work: Callable[[], object], stream: torch.cuda.Stream, pool: Any) ->
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Whatever is collected may wait for the device as it goes, which breaks a capture: it has to stay."""
+    """Stop garbage collection, because freeing an object may wait for the device, which breaks a capture."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -65,5 +64,5 @@ def _uncollected() -> Iterator[None]:
 
 @cache
 def _aside(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all captures: libraries keep a workspace for every stream that they have seen."""
+    """One stream for all captures, because libraries keep a workspace for every stream."""
     return torch.cuda.Stream(device)

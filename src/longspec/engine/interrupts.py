@@ -1,4 +1,4 @@
-"""Ctrl-C, and when it may take effect."""
+"""Delaying Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[list[Any]]:
-    """Delay Ctrl-C to the end of the block; the list tells whether it was pressed.
+    """Delay Ctrl-C to the end of the block. The list is not empty if it was pressed.
 
     An interrupted turn would leave rows and pages half written, and an interrupted leader its lock taken.
     """
     pressed: list[Any] = []
     before = signal.getsignal(signal.SIGINT)
-    # Only the main thread is interrupted, and not by a signal that is ignored or ends the process.
+    # Only the main thread is interrupted, and only if the signal has a handler.
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield pressed
         return

@@ -1,4 +1,4 @@
-"""Load a target and its draft, ready for an engine: all of them, or one rank's part."""
+"""Load a target and its draft for an engine: whole, or one rank's part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SMALLER = "free some memory, or use a smaller dtype, a smaller target or anothe
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is loaded, and how. Ranks other than 0 are sent one."""
+    """Which models are loaded, and how. Rank 0 sends it to the other ranks."""
 
     name: str
     folder: Path
@@ -41,13 +41,13 @@ class LoadPlan:
 
 
 class Loaded(NamedTuple):
-    """What an engine computes with."""
+    """The models of an engine."""
 
     target: Transformer
     draft: GlideDraft | None = None
     head: DraftHead | None = None
     acceptance: dict[str, Any] | None = None
-    """The draft's, measured."""
+    """The draft's measured acceptance (`longspec.decoding.expected`)."""
 
 
 def load_models(

@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,25 +20,31 @@ from longspec.engine.sequence import Sequence
 from longspec.engine.transfer import Report
 from longspec.errors import UserError
 
-# Launches that may be on their way before the host has read the first of them.
+# Launches that the host may have queued before it reads the first of them.
 IN_FLIGHT = 2
 
 
 @dataclass
 class _Launch:
-    """Something on its way, and whom it is for."""
+    """Work that was queued on the device, and the sequences that it is for."""
 
     reports: list[Report]
-    """One for each round; there are several only of vanilla."""
-    seats: list[tuple[int, Seat, bool | None]]
-    """Rows of the reports, whose they are, and whether there was something to look up."""
-    method: Method | None
-    """Of the round; None for prompts."""
-    width: int = 0
+    """One for each round. Only vanilla rounds are launched several at a time."""
+    seats: list[tuple[int, Seat]]
+    """Each sequence that will be told, with its row in the reports."""
+    method: Method | None = None
+    """The method of the round; None for prompts."""
+    width: int = 1
     """The most tokens that each row may emit."""
+    matches: list[bool] | None = None
+    """For each of `seats`, whether it had something to look up; None where the host does not know."""
     is_auto: bool = False
     scores: Report | None = None
-    """What a round of guided sequences tells beside the tokens."""
+    """The log-probabilities of a guided round."""
+
+    @property
+    def num_rounds(self) -> int:
+        return 0 if self.method is None else len(self.reports)
 
 
 class Loop:
@@ -61,6 +68,7 @@ class Loop:
         return bool(self.scheduler.seats or self.scheduler.waiting or self._flight)
 
     def fit(self, method: Method, draws: bool = False) -> Method:
+        """The method as it runs here (see `Method.fit`); each is fitted once."""
         if (method, draws) not in self._fitted:
             width = draft_width(self._candidates, self.models) if method in self._candidates else 0
             fitted = method.fit(self.models, draws, width)
@@ -70,14 +78,15 @@ class Loop:
         return self._fitted[method, draws]
 
     def drain(self) -> None:
+        """Read everything that was launched."""
         while self._flight:
             self._read()
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a sequence; its slot and pages are free then."""
+        """End a sequence, and free its slot and pages."""
         if sequence.finished:
             return
-        if sequence in self.scheduler.waiting:
+        with contextlib.suppress(ValueError):
             self.scheduler.waiting.remove(sequence)
         for seat in list(self.scheduler.seats.values()):
             if seat.sequence is sequence:
@@ -101,7 +110,7 @@ class Loop:
     def turn(self) -> None:
         """Launch what comes next, and read what is there."""
         self._admit()
-        # As many passes over prompts as rounds: those who come must not be fewer than those who leave.
+        # One pass over prompts for each round, because sequences would otherwise leave faster than they come.
         launched = False
         for _ in range(self.ahead):
             launched |= self._launch_prompts()
@@ -131,7 +140,7 @@ class Loop:
         )
 
     def _reserve(self, sequence: Sequence) -> None:
-        """Make room for trees that are larger than the default ones."""
+        """Make room in the draft's ring for trees that are larger than the default ones."""
         if not isinstance(sequence.method, Method):
             return
         if self.device.reserve_nodes(self.fit(sequence.method, sequence.draws).num_drafted):
@@ -139,12 +148,15 @@ class Loop:
                 seat.num_unread = None
 
     def _learn_words(self, tokens: Iterable[int], admitted: list[Seat] | None = None) -> None:
-        """Let the draft propose the texts' own words, in its vocabulary or not, where shapes may change."""
+        """Let the draft propose tokens of the texts that its own vocabulary does not have.
+
+        Only in plain rounds, because a larger head changes shapes, and captured rounds have fixed ones.
+        """
         if self.models.fused or self.models.head is None:
             return
-        is_anew = admitted is not None and len(admitted) == len(self.scheduler.seats)
-        # What was said last comes first: should there be no room for all, it is the likelier.
-        self.device.learn_words(list(dict.fromkeys(tokens)), is_anew)
+        forgets = admitted is not None and len(admitted) == len(self.scheduler.seats)
+        # The newest tokens come first: they are the likeliest, and there may not be room for all.
+        self.device.learn_words(list(dict.fromkeys(tokens)), forgets)
 
     def _launch_prompts(self) -> bool:
         filling = self.scheduler.filling
@@ -158,30 +170,32 @@ class Loop:
         complete = [(row, seat) for row, (seat, part) in enumerate(parts) if part.is_end]
         guided = [seat for _, seat in complete if seat.sequence.is_guided]
         if guided:
-            # Their first tokens are chosen by a guided round as well.
+            # A guided round also chooses their first tokens.
             self.device.rewind([seat.slot for seat in guided], [seat.text for seat in guided])
-        ends: list[tuple[int, Seat, bool | None]] = [
-            (row, seat, None) for row, seat in complete if not seat.sequence.is_guided
-        ]
-        self._flight.append(_Launch([report], ends, None))
-        for _, seat, _ in ends:
-            seat.num_in_flight += 1
+        self._queue(_Launch([report], [one for one in complete if not one[1].sequence.is_guided]))
         return True
 
+    def _queue(self, launch: _Launch) -> None:
+        """Note a launch; `_read` takes it up later."""
+        self._flight.append(launch)
+        for _, seat in launch.seats:
+            seat.num_in_flight += launch.width
+            seat.rounds_in_flight += launch.num_rounds
+
     def _groups(self) -> list[tuple[Group | None, list[Seat]]]:
-        """The sequences that emit tokens, by what they share."""
+        """The sequences that emit tokens, grouped by the round that they can share."""
         groups: dict[tuple[int, bool] | None, list[Seat]] = {}
         for seat in self.scheduler.running:
-            # Equal choices are one object, so that nothing is compared here.
+            # `Engine.submit` made equal choices one object, so that comparing them is cheap.
             key = None if seat.group is None else (id(seat.group[0]), seat.group[1])
             groups.setdefault(key, []).append(seat)
         return [(seats[0].group, seats) for seats in groups.values()]
 
     def _launch_guided(self, guided: list[Seat]) -> bool:
-        """One round of the sequences that tell probabilities or have a constraint."""
+        """One round of the sequences that return probabilities or have a constraint."""
         while any(seat.rounds_in_flight for seat in guided):
-            self._read()  # the next masks depend on what was said
-        guided = [seat for seat in guided if self.scheduler.seats.get(seat.slot) is seat]
+            self._read()  # the next masks depend on the tokens so far
+        guided = [seat for seat in guided if self.scheduler.has(seat)]
         if not guided or not self._have_pages(guided, 1):
             return bool(guided)
         self._compact()
@@ -191,16 +205,14 @@ class Loop:
             return True
         sampled = any(seat.is_sampled for seat in guided)
         num_top = max(seat.sequence.num_logprobs or 0 for seat in guided)
-        report, scores = self.device.guided_round(self._active(guided), sampled, masks, num_top)
-        seats: list[tuple[int, Seat, bool | None]] = [(seat.slot, seat, None) for seat in guided]
-        self._flight.append(_Launch([report], seats, VANILLA, 1, scores=scores))
-        for seat in guided:
-            seat.num_in_flight += 1
-            seat.rounds_in_flight += 1
+        active = self.scheduler.row_mask(guided)
+        report, scores = self.device.guided_round(active, sampled, masks, num_top)
+        self._queue(_Launch([report], [(seat.slot, seat) for seat in guided], VANILLA, scores=scores))
         return True
 
     def _masks(self, seats: list[Seat]) -> torch.Tensor | None:
-        """What the constraints of these allow, int32 [rows, V / 32]; one that fails ends its sequence."""
+        """The tokens that the constraints allow, int32 [rows, V / 32]. A constraint that fails ends its
+        sequence."""
         constrained = [seat for seat in seats if seat.sequence.constraint is not None]
         if not constrained:
             return None
@@ -215,8 +227,8 @@ class Loop:
         return masks
 
     def _launch_round(self, group: Group, seats: list[Seat]) -> bool:
-        seats = [seat for seat in seats if self.scheduler.seats.get(seat.slot) is seat]
-        if all(self._ends_soon(seat) for seat in seats):
+        seats = [seat for seat in seats if self.scheduler.has(seat)]
+        if all(seat.ends_soon for seat in seats):
             return False
         self._compact()
         choice, draws = group
@@ -228,35 +240,23 @@ class Loop:
         num_rounds = self.ahead if method.num_nodes == 1 else 1
         width = num_rounds * (method.depth + 1)
         if not self._have_pages(seats, method.num_nodes - 1 + num_rounds):
-            return True  # some were read or paused to make room: the next turn sees who is left
+            return True  # sequences ended or were paused to make room: the next turn groups the rest
         if self.models.fused and method.uses_draft:
             self._read_into_rings(seats, method.width)
-        num_rows, active = self.scheduler.num_rows, self._active(seats)
+        num_rows, active = self.scheduler.num_rows, self.scheduler.row_mask(seats)
         sampled = any(seat.is_sampled for seat in self.scheduler.running)
         reports = [self.device.round(method, num_rows, active, sampled) for _ in range(num_rounds)]
-        found = [(s.slot, s, None if matches is None else matches[i]) for i, s in enumerate(seats)]
-        self._flight.append(_Launch(reports, found, choice, width, is_auto))
+        rows = [(seat.slot, seat) for seat in seats]
+        self._queue(_Launch(reports, rows, choice, width, matches, is_auto))
         for seat in seats:
-            seat.num_in_flight += width
-            seat.rounds_in_flight += num_rounds
-            unread = seat.num_unread
-            seat.num_unread = width if method.uses_draft else None if unread is None else unread + width
+            if method.uses_draft:
+                seat.num_unread = width
+            elif seat.num_unread is not None:
+                seat.num_unread += width
         return True
 
-    def _active(self, seats: list[Seat]) -> list[bool]:
-        """For each row of a round, whether it belongs to one of these."""
-        active = [False] * self.scheduler.num_rows
-        for seat in seats:
-            active[seat.slot] = True
-        return active
-
-    def _ends_soon(self, seat: Seat) -> bool:
-        """Whether the rounds on their way are enough, because each emits a token at least."""
-        said = len(seat.sequence.prompt) + len(seat.sequence.tokens)
-        return said + seat.rounds_in_flight >= seat.sequence.limit
-
     def _pick(self, auto: Auto, seats: list[Seat]) -> tuple[Method, list[bool] | None]:
-        """What `auto` means for these rows this turn, and which of them have something to look up."""
+        """The method that `auto` takes for these rows this turn, and which rows have something to look up."""
         matches = None
         if not self.models.fused and any(one.source == "lookup" for one in self.policy.methods):
             rows = self.device.slots.first(self.scheduler.num_rows)
@@ -268,11 +268,11 @@ class Loop:
         return self.policy.pick(outlooks, matches, num_rows, context, auto.max_nodes), matches
 
     def _have_pages(self, seats: list[Seat], num_entries: int) -> bool:
-        """See that every row has pages for what rounds write; False if others had to go for it."""
+        """Give every row the pages that a round needs; False if that ended or paused sequences."""
         size, grown = self.scheduler.pool.size, list[tuple[int, int, list[int]]]()
         lacking: tuple[Seat, int] | None = None
         for seat in seats:
-            # The round may also run behind the text's limit, where only the dump page takes what it writes.
+            # What a round writes behind the text's limit goes to the dump page.
             end, before = seat.length + num_entries, len(seat.pages)
             if end <= before * size:
                 continue
@@ -290,13 +290,14 @@ class Loop:
         return lacking is None
 
     def _make_room(self, seat: Seat, num_entries: int) -> None:
-        """Let the youngest sequences wait; first see whether one on its way is done."""
+        """Pause the youngest sequences. First read all launches, because one of them may have ended a
+        sequence."""
         if self._flight:
             self.drain()
             return
         before, pages = len(seat.pages), None
-        # Taken at once, or the one that waits would take them back.
-        while pages is None and self.scheduler.seats.get(seat.slot) is seat:
+        # Take the freed pages at once: otherwise the paused sequence would get them back.
+        while pages is None and self.scheduler.has(seat):
             youngest = list(self.scheduler.seats.values())[-1]
             if youngest is seat and len(self.scheduler.seats) == 1:
                 self._refuse(seat)
@@ -309,54 +310,41 @@ class Loop:
             self.device.extend([seat.slot], [before], [pages])
 
     def _refuse(self, seat: Seat) -> None:
-        """End a sequence for which all pages are not enough."""
+        """End a sequence that needs more pages than there are."""
         size = self.scheduler.pool.num_pages * self.scheduler.pool.size
-        error = UserError(
-            f"the KV memory of {size} tokens is too small for a text of {seat.length} tokens and a tree; "
-            "give more (kv_memory)"
-        )
-        self._end(seat, error)
-
-    def _end(self, seat: Seat, error: Exception) -> None:
-        self._release(seat)
-        seat.sequence.finish("closed", error)
+        message = f"the KV memory of {size} tokens is too small for a text of {seat.length} tokens and a tree"
+        self._end(seat, UserError(f"{message}; give more (kv_memory)"))
 
     def _read_into_rings(self, seats: list[Seat], width: int) -> None:
-        """See that the draft has read what its first pass does not take in."""
+        """Let the draft read the texts of rows with more unread tokens than its first pass takes in."""
         behind = [seat for seat in seats if seat.num_unread is None or seat.num_unread > width]
         if behind:
             self.device.read_into_rings([seat.slot for seat in behind])
 
     def _compact(self) -> None:
         """Move rows to the front where that makes rounds smaller."""
-        for left, slot in self.scheduler.compact(self.device.bucket(max(1, len(self.scheduler.seats)))):
-            self.device.move(left, slot)
+        for source, goal in self.scheduler.compact(self.device.bucket(max(1, len(self.scheduler.seats)))):
+            self.device.move(source, goal)
 
     def _read(self) -> None:
-        """Hand what the oldest launch reported to its sequences; those that are done leave together."""
+        """Give the oldest launch's tokens to its sequences, and release those that have ended."""
         launch = self._flight.popleft()
         reports = [report.read() for report in launch.reports]
         scores = None if launch.scores is None else launch.scores.read()
         self.device.check()
-        for row, seat, has_match in launch.seats:
-            if launch.method is None:
-                seat.num_in_flight -= 1
-                emitted = [reports[0][row]]
-            else:
-                seat.num_in_flight -= launch.width
-                seat.rounds_in_flight -= len(reports)
-                if len(reports) > 1:
-                    emitted = [one[row][1] for one in reports if one[row][0]]
-                else:
-                    emitted = reports[0][row][1 : 1 + reports[0][row][0]]
-            if emitted == [-1] and not seat.sequence.finished:
+        for index, (row, seat) in enumerate(launch.seats):
+            seat.num_in_flight -= launch.width
+            seat.rounds_in_flight -= launch.num_rounds
+            emitted = _emitted(launch, reports, row)
+            if not emitted or seat.sequence.finished:
+                continue
+            if emitted == [-1]:
                 self._end(seat, _overflow(self.models.target.dtype))
-            elif emitted and not seat.sequence.finished:
-                if scores is not None:
-                    seat.sequence.keep_scores(scores[row])
-                self._keep(seat, emitted, launch, has_match)
-        done = [seat for _, seat, _ in launch.seats if seat.sequence.finished]
-        done = [seat for seat in done if self.scheduler.seats.get(seat.slot) is seat]
+                continue
+            if scores is not None:
+                seat.sequence.keep_scores(scores[row])
+            self._keep(seat, emitted, launch, None if launch.matches is None else launch.matches[index])
+        done = [seat for _, seat in launch.seats if seat.sequence.finished and self.scheduler.has(seat)]
         if done:
             self._release(*done)
 
@@ -374,10 +362,23 @@ class Loop:
                 self.policy.learn(seat.outlook, launch.method, len(emitted), has_match)
         self._learn_words(emitted)
 
+    def _end(self, seat: Seat, error: Exception) -> None:
+        """End one sequence with an error."""
+        self._release(seat)
+        seat.sequence.finish("closed", error)
+
     def _release(self, *seats: Seat) -> None:
         self.device.release([seat.slot for seat in seats])
         for seat in seats:
             self.scheduler.release(seat)
+
+
+def _emitted(launch: _Launch, reports: list[Any], row: int) -> list[int]:
+    """The tokens that a row emitted. A prompt's report is a token for each row; a round's is, for each row,
+    the number of tokens and then the tokens."""
+    if launch.method is None:
+        return [reports[0][row]]
+    return [token for report in reports for token in report[row][1 : 1 + report[row][0]]]
 
 
 def _check_exact(method: Method) -> None:

@@ -22,8 +22,8 @@ _SMALLER = "lower max_length, max_rows or kv_memory, or take another device"
 def load_engine(
     plan: LoadPlan, devices: tuple[torch.device, ...], progress: bool = False, **settings: Any
 ) -> Engine:
-    """Load models onto a device, or a part of them onto each of several, and make an engine of them; the
-    settings are those of `make_engine`."""
+    """Load models onto one device, or a part of them onto each of several, and make an engine. The settings
+    are those of `make_engine`."""
     if len(devices) == 1:
         return make_engine(*load_models(plan, devices[0], progress=progress), **settings)
     ranks = Ranks(devices)
@@ -52,8 +52,8 @@ def make_engine(
 ) -> Engine:
     """An engine of the size that the device has room for.
 
-    If `exact`, what a sequence says does not depend on who is computed beside it, down to the last bit.
-    `ranks` are the processes that hold the other parts of the target.
+    If `exact`, a sequence's numbers have the same bits whatever is computed beside it. `ranks` are the
+    processes that hold the other parts of the target.
     """
     config, dtype, device = target.config, target.kv_dtype, target.device
     with torch.inference_mode():

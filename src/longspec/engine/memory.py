@@ -1,4 +1,4 @@
-"""What an engine takes of a device, worked out from shapes alone."""
+"""The memory of an engine, computed from shapes alone."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from longspec.models.weights import Precision
 
 # Rows that run at once unless a caller says otherwise.
 ROWS_ON_GPU, ROWS_ON_CPU = 128, 16
-# Of the memory that is free beside the weights, so much may become pages.
+# The share of the memory left beside the weights that may become pages.
 SHARE_ON_GPU, SHARE_ON_CPU = 0.85, 0.5
-# Entries of a page: of a tile of our kernels, so that the hardware copies whole tiles; elsewhere few, because
-# only full pages are shared.
+# Entries of a page: a tile of our kernels, because the hardware copies whole tiles; few for plain passes,
+# because only full pages are shared.
 FUSED_PAGE, PLAIN_PAGE = 128, 16
-# Partial results of attention, masks and whatever else of a round does not grow with the vocabulary.
+# Bytes of a round that do not grow with the vocabulary: partial results of attention, masks and others.
 _SMALL = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class EngineSize:
-    """How large an engine is."""
+    """The size of an engine."""
 
     max_rows: int
     max_length: int
@@ -48,7 +48,7 @@ class EngineSize:
 
 
 def page_size(dtype: torch.dtype, head_dim: int, fused: bool) -> int:
-    """Entries of a page of KV in this dtype for kernels of this kind."""
+    """Entries of a page of KV in this dtype, for fused or plain passes."""
     return FUSED_PAGE if fused and dtype != torch.float32 and copies_whole(head_dim, dtype) else PLAIN_PAGE
 
 
@@ -91,10 +91,9 @@ def size_engine(
 
 
 def kv_bytes(config: ModelConfig, dtype: torch.dtype, num_rows: int, length: int) -> int:
-    """Bytes of pages with which so many texts of up to `length` tokens, written by vanilla rounds, never wait
-    for each other."""
+    """Bytes of pages for `num_rows` texts of up to `length` tokens at once, written by vanilla rounds."""
     tokens = num_rows * (length + 2 * FUSED_PAGE)
-    # The engine itself wants room for a text and a tree.
+    # `size_engine` needs room for a text and a tree.
     return max(tokens, length + MOST_NODES + 2 * FUSED_PAGE) * config.kv_bytes_per_token(dtype.itemsize)
 
 
@@ -133,7 +132,7 @@ class MemoryNeeds:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What is needed, and what the device has."""
+    """The memory that is needed, and what the device has."""
 
     needs: MemoryNeeds
     free: int
@@ -154,8 +153,9 @@ def plan_decoding(
     precision: Precision,
     *devices: torch.device,
 ) -> MemoryBudget:
-    """The memory of answering `batch` prompts side by side, each of `context` tokens with its answer. With
-    several devices, that of each rank."""
+    """The memory for answering `batch` prompts at once, each of `context` tokens with its answer.
+
+    With several devices, the memory of each rank."""
     target, dtype = plan_memory(config, precision, *devices), precision.dtype
     device, num_ranks = devices[0], len(devices)
     share = config.shared_by(num_ranks)
@@ -188,13 +188,13 @@ def graph_pool(
     verify = nodes * 2 * 4 * config.vocab_size + _activations(config, nodes, dtype)
     if draft is None:
         return verify + _SMALL
-    # Of a level: its scores, those with noise and their log-softmax; and the noise of all levels.
+    # For one level: the scores, the scores with noise and their log-softmax. Also the noise of all levels.
     width = draft.draft_vocab or config.vocab_size
     return verify + batch * 4 * (3 * max(tree_shape) + len(tree_shape)) * width + _SMALL
 
 
 def _activations(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
-    """Bytes that a layer holds of so many tokens."""
+    """Bytes of a layer's activations for `num_tokens` tokens."""
     heads = config.num_heads + 2 * config.num_kv_heads
     layer = 3 * config.intermediate_size + 4 * config.hidden_size + 2 * heads * config.head_dim
     return num_tokens * layer * dtype.itemsize

@@ -1,4 +1,4 @@
-"""What rank 0 says to the other ranks, and what they answer: pickled, because all of them are ours."""
+"""The messages between rank 0 and the other ranks. They are pickled, because all ranks are our processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Hello:
-    """What a rank says first."""
+    """A rank's first message."""
 
     rank: int
     pid: int
@@ -36,7 +36,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Open:
-    """Open a device of this size."""
+    """Make a device of this size."""
 
     size: EngineSize
     num_nodes: int
@@ -45,7 +45,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Call:
-    """Do this with the device."""
+    """Call this method of the device."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -53,30 +53,30 @@ class Call:
 
 @dataclass(frozen=True)
 class Ping:
-    """Say that you are alive."""
+    """Answer with the same message, to show that you are alive."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The part is loaded, and so many bytes are left on the device."""
+    """The part is loaded, and `free` bytes are left on the device."""
 
     free: int
 
 
 @dataclass(frozen=True)
 class Failed:
-    """This rank ends, and why."""
+    """This rank ends, for this reason."""
 
     reason: str
 
 
 Order = Load | Open | Call | Ping | None
-"""What rank 0 says; None: end."""
+"""A message from rank 0; None: end."""
 Answer = Hello | Ping | Ready | Failed
 
 
 def send(link: Connection, message: Order | Answer) -> None:
-    """Send one message. Not by `Connection.send`, which would put tensors into shared memory."""
+    """Send one message. `Connection.send` would put tensors into shared memory."""
     link.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
@@ -86,9 +86,9 @@ def receive(link: Connection) -> Any:
 
 
 def on_every_rank(method: M) -> M:
-    """A method that every rank calls, where several share a target: rank 0 tells the others to, first.
+    """Decorate a method of `Device` that all ranks must call: rank 0 first sends the call to the others.
 
-    What it is called with must be values that cross to other processes, by position.
+    Arguments are passed by position and are pickled.
     """
 
     @wraps(method)

@@ -1,8 +1,8 @@
-"""The processes that hold one target together: rank 0 starts the others, tells them what to do, watches them.
+"""The processes that hold one target together: rank 0 starts the others, sends them orders and watches them.
 
-Rank 0 has the engine. It alone admits, schedules, picks methods and reads what rows say. Each other rank has
-a `Device` only, and repeats what rank 0 does with its own, call by call, in the same order. So nothing on
-them depends on clocks, threads or measurements, and all that crosses is small numbers of the host.
+Rank 0 has the engine. Only rank 0 admits, schedules, picks methods and reads results. Each other rank has
+only a `Device`, and repeats rank 0's calls of its own in the same order. So nothing on them depends on
+clocks, threads or measurements, and only small numbers of the host are sent.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from longspec.models.sharding import Shard
 T = TypeVar("T")
 # Seconds without an answer after which a rank counts as lost.
 TIMEOUT = float(os.environ.get("LONGSPEC_RANK_TIMEOUT", "120"))
-# Seconds in which a process must have started and a collective be done. Those of NCCL have longer: while
-# rounds are captured, ranks wait for each other's compilers, and a lost rank is noticed anyway.
+# Seconds in which a process must start and a collective must finish. NCCL's collectives get more time,
+# because ranks wait for each other's compilers while rounds are captured. A lost rank is noticed anyway.
 _SLOW, _SLOW_NCCL = 120.0, 900.0
-# Seconds between two questions whether a rank is alive, and those in which the cause of an error shows.
+# Seconds between two pings, and seconds to wait for the cause of an error.
 _PING, _CAUSE = 1.0, 5.0
-# Where ranks find the path of rank 0's socket.
+# The key in the store that holds the path of rank 0's socket.
 _LINK = "longspec/link"
 
 
@@ -51,12 +51,12 @@ class RankError(ChildProcessError):
 
 
 def torchrun_rank() -> int | None:
-    """The number of this process among those that torchrun started; None: it did not start this one."""
+    """This process's number among those that torchrun started; None: torchrun did not start it."""
     return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def find_store() -> Store:
-    """Where the ranks find each other, as torchrun's variables say."""
+    """The store through which the ranks find each other, from torchrun's variables."""
     store: Store = next(rendezvous("env://", timeout=timedelta(seconds=_SLOW)))[0]
     return store
 
@@ -93,13 +93,13 @@ class _Peer:
     pid: int
     link: Connection
     num_unanswered: int = 0
-    """Questions whether it is alive since it last said something."""
+    """Pings that were sent since its last message."""
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Held while something is sent. Python may collect the model, and so close it, meanwhile."""
+    """Held while a message is sent. Reentrant, because garbage collection may close the model meanwhile."""
 
 
 class Ranks:
-    """Rank 0's view of the others. It starts them, unless torchrun did."""
+    """The other ranks, as rank 0 sees them. It starts them, unless torchrun did."""
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
         if dist.is_initialized():
@@ -127,12 +127,12 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many ranks there are, this one counted."""
+        """How many ranks there are, with this one."""
         return len(self.devices)
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the other ranks, in order."""
+        """The process ids of the other ranks, in order."""
         return [peer.pid for peer in sorted(self._peers, key=lambda peer: peer.rank)]
 
     def _start(self) -> Store:
@@ -173,7 +173,7 @@ class Ranks:
                     self._peers.append(_Peer(hello.rank, hello.pid, link))
 
     def load(self, plan: LoadPlan) -> Shard:
-        """Have the other ranks load their parts; returns which one is this process's."""
+        """Let the other ranks load their parts; returns the part of this process."""
         if self.devices[0].type == "cpu":
             # The ranks share the processors.
             torch.set_num_threads(max(1, self._num_threads // self.size))
@@ -184,7 +184,7 @@ class Ranks:
         return Shard(0, self.size, plan.config)
 
     def room(self) -> int:
-        """The bytes that every rank has left, when all have loaded their parts."""
+        """Wait until all ranks have loaded their parts; returns the fewest free bytes of any rank."""
         with self._news:
             while len(self._answers) < self.size - 1:
                 self.check()
@@ -199,9 +199,9 @@ class Ranks:
                 send(peer.link, order)
 
     def lead(self, name: str, arguments: tuple[Any, ...], work: Callable[[], T]) -> T:
-        """Do something with the device that all ranks do, each with its own."""
+        """Do `work` on this rank's device, and let the other ranks call the same method of theirs."""
         if self._is_leading:
-            return work()  # a part of what they were told already
+            return work()  # called inside a method that the other ranks were sent already
         self._is_leading = True
         try:
             self.tell(Call(name, arguments))
@@ -212,7 +212,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """What goes wrong here leaves the ranks out of step; say which of them is the cause."""
+        """Raise the error of the rank that caused an error here. The ranks are out of step after it."""
         try:
             yield
         except Exception as error:
@@ -226,9 +226,10 @@ class Ranks:
             raise RankError(*self._error.args)
 
     def _cause(self, error: Exception) -> Exception:
-        """The rank that caused an error; if none did, the error itself. The model is of no use any more."""
+        """The error of the rank that caused this one; if no rank did, the error itself. The model cannot be
+        used after that."""
         with self._news:
-            if not isinstance(error, UserError):  # that one is rank 0's own
+            if not isinstance(error, UserError):  # a UserError is rank 0's own
                 self._news.wait_for(lambda: self._error is not None, _CAUSE)
             found = self._error
         if found is not None:
@@ -237,7 +238,7 @@ class Ranks:
         return error
 
     def _watch(self) -> None:
-        """Hear what the others say, and that they are there; by a thread of its own."""
+        """Receive the others' messages, and notice when one is lost; runs in a thread of its own."""
         asked = 0.0
         while not self._over.is_set():
             for link in wait([peer.link for peer in self._peers], _PING):
@@ -250,7 +251,7 @@ class Ranks:
             if time.monotonic() - asked >= _PING:
                 asked = time.monotonic()
                 self._ask()
-            # Not by the clock, which goes on while all processes are suspended.
+            # Count pings, because the clock goes on while all processes are suspended.
             silent = next((peer for peer in self._peers if peer.num_unanswered * _PING > TIMEOUT), None)
             if silent is not None:
                 self._fail(f"{self._name(silent.rank, silent.pid)} has not answered for {TIMEOUT:g} s")
@@ -259,7 +260,7 @@ class Ranks:
     def _ask(self) -> None:
         for peer in self._peers:
             peer.num_unanswered += 1
-            # If something is being sent for long, the rank does not read.
+            # If a send blocks, the rank does not read, and a ping would block too.
             if peer.lock.acquire(blocking=False):
                 try:
                     with contextlib.suppress(OSError):
@@ -286,7 +287,7 @@ class Ranks:
         self._fail(f"{self._name(peer.rank, peer.pid)} ended{ending}")
 
     def _fail(self, reason: str) -> None:
-        """The first reason counts. The others end too, so that nobody waits for anyone."""
+        """Note the reason, if it is the first, and kill the other ranks, so that none waits for another."""
         with self._news:
             if self._error is None:
                 self._error = RankError(f"{reason}; load the model again")
@@ -296,7 +297,7 @@ class Ranks:
                 os.kill(peer.pid, signal.SIGKILL)
         group = dist.group.WORLD
         if group is not None and dist.get_backend() == "nccl":
-            group.abort()  # or this process would wait on its GPU
+            group.abort()  # otherwise this process would wait on its GPU
 
     def _name(self, rank: int, pid: int | None = None) -> str:
         found = f"process {pid} on " if pid else ""

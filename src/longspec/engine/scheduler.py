@@ -1,4 +1,4 @@
-"""Who waits, who has a slot, and who holds which pages. Nothing here touches the device."""
+"""Which sequences wait, which have a slot, and which pages they hold. Nothing here touches the device."""
 
 from __future__ import annotations
 
@@ -15,37 +15,46 @@ from longspec.engine.sequence import Sequence
 
 @dataclass(eq=False)
 class Seat:
-    """A sequence that has a slot: its pages and how far it has come."""
+    """A sequence that has a slot: its pages, and how much of it is computed."""
 
     sequence: Sequence
     slot: int
     text: list[int]
-    """What is to be computed before it can go on: its prompt and what it has said."""
+    """The tokens whose KV must be there before it can emit: its prompt, and what it said before a pause."""
     pages: list[int]
     hashes: list[bytes]
-    """Of the full pages of `text`."""
+    """One for each full page of `text`."""
     computed: int
-    """Tokens of `text` whose KV is there, or is on its way."""
+    """Tokens of `text` whose KV is there or is being computed."""
     outlook: Outlook
     group: Group | None
-    """What its rounds share with others; None for a guided sequence (see `Sequence.is_guided`)."""
+    """Sequences of one group run in the same rounds; None for a guided sequence (`Sequence.is_guided`)."""
     is_sampled: bool
-    """Whether its choices need more than the best score."""
+    """Whether choosing its tokens takes more than finding the best score."""
     num_in_flight: int = 0
-    """The most tokens that its rounds on their way may emit."""
+    """The most tokens that its launches in flight may emit."""
     rounds_in_flight: int = 0
     num_unread: int | None = None
-    """The most tokens that the draft has not read yet; None where it has read nothing."""
+    """The most tokens that the draft may not have read yet; None where it has read nothing."""
 
     @property
     def is_filling(self) -> bool:
         return self.computed < len(self.text)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
+        return len(self.sequence.prompt) + len(self.sequence.tokens)
+
+    @property
     def length(self) -> int:
         """The most entries that the pages may hold by now."""
-        said = len(self.sequence.prompt) + len(self.sequence.tokens)
-        return min(said - 1 + self.num_in_flight, self.sequence.limit - 1)
+        return min(self.num_tokens - 1 + self.num_in_flight, self.sequence.limit - 1)
+
+    @property
+    def ends_soon(self) -> bool:
+        """Whether the rounds in flight reach its limit, because each emits at least one token."""
+        return self.num_tokens + self.rounds_in_flight >= self.sequence.limit
 
 
 @dataclass
@@ -60,19 +69,19 @@ class Scheduler:
     num_paused: int = 0
     """How often a sequence had to give its pages to an older one."""
     free: list[int] = field(init=False)
-    """Slots that nobody has; a heap."""
+    """Slots without a sequence; a heap."""
 
     def __post_init__(self) -> None:
         self.free = list(range(self.max_rows))
 
     @property
     def filling(self) -> list[Seat]:
-        """Those whose prompts are being computed."""
+        """The seats whose prompts are being computed."""
         return [seat for seat in self.seats.values() if seat.is_filling]
 
     @property
     def running(self) -> list[Seat]:
-        """Those that emit tokens."""
+        """The seats that emit tokens."""
         return [seat for seat in self.seats.values() if not seat.is_filling]
 
     @property
@@ -80,25 +89,35 @@ class Scheduler:
         """Slots up to the last one that is taken."""
         return max(self.seats, default=-1) + 1
 
+    def has(self, seat: Seat) -> bool:
+        """Whether the sequence still has this seat: it may have ended or been paused."""
+        return self.seats.get(seat.slot) is seat
+
+    def row_mask(self, seats: list[Seat]) -> list[bool]:
+        """For each row up to the last one that is taken, whether it belongs to one of these seats."""
+        slots = {seat.slot for seat in seats}
+        return [slot in slots for slot in range(self.num_rows)]
+
     def admit(self) -> list[Seat]:
-        """Give slots and pages to those who wait, in order, as far as there are any."""
+        """Give slots and pages to the waiting sequences, in order, while there are any left."""
         admitted: list[Seat] = []
         later: list[Sequence] = []
         while self.waiting and len(self.seats) < self.max_rows:
             sequence = self.waiting.popleft()
             text = sequence.text
             hashes = self.pool.hashes(text)
-            # One token at least is left to compute, for its logits; and a shared page is never written.
+            # At least one token is left to compute, because its logits are needed, and a shared page is never
+            # written.
             useful = hashes[: (len(text) - 1) // self.pool.size]
             shared = self.pool.share(useful)
             following = useful[len(shared) : len(shared) + 1]
             if following and self.pool.is_promised(following[0]):
-                # Somebody computes the same page right now: wait for it instead of doing it twice.
+                # Another sequence computes the same page now: wait for it instead of computing it twice.
                 self.pool.release(shared)
                 later.append(sequence)
                 continue
             needed = -(-(len(text) + 1) // self.pool.size) - len(shared)
-            # One that was paused comes back when there is room for what it lacked, or is paused again soon.
+            # A paused sequence waits until there is room for what it lacked, or it would be paused again.
             wanted = -(-sequence.num_wanted // self.pool.size) - len(shared) if self.seats else 0
             own = None
             if wanted <= self.pool.num_available:
@@ -127,7 +146,8 @@ class Scheduler:
         return seat
 
     def note_computed(self, seat: Seat, count: int) -> None:
-        """The next tokens of a prompt are on their way: whoever comes later may share their full pages."""
+        """Note that the next `count` tokens of a prompt are being computed. Sequences that are admitted later
+        may share their full pages, because their work runs later."""
         size = self.pool.size
         before, seat.computed = seat.computed // size, seat.computed + count
         after = seat.computed // size
@@ -135,7 +155,7 @@ class Scheduler:
         self.pool.remember(seat.pages[:after], seat.hashes[:after])
 
     def grow(self, seat: Seat, num_entries: int) -> list[int] | None:
-        """See that a seat has pages for so many entries; returns the new ones, or None if there are none."""
+        """Give a seat pages for so many entries; returns the new pages, or None if there are too few."""
         lacking = -(-num_entries // self.pool.size) - len(seat.pages)
         if lacking <= 0:
             return []
@@ -148,7 +168,7 @@ class Scheduler:
         """Free the slot and the pages. Full pages stay findable by their hash until others need them."""
         size = self.pool.size
         self.pool.withdraw(seat.hashes[seat.computed // size :])
-        # Of the newest token there may be no KV yet.
+        # The newest token may have no KV yet.
         known = seat.computed if seat.is_filling else len(seat.sequence.text) - 1
         hashes = seat.hashes if seat.is_filling else self.pool.hashes(seat.sequence.text)
         self.pool.remember(seat.pages[: known // size], hashes)
@@ -157,18 +177,18 @@ class Scheduler:
         heappush(self.free, seat.slot)
 
     def pause(self, seat: Seat, num_wanted: int) -> None:
-        """Send a sequence back to the head of the line; it is computed again when there is room for so many
-        entries."""
+        """Send a sequence back to the head of the waiting line. It is computed again when there is room for
+        `num_wanted` entries."""
         self.release(seat)
         seat.sequence.num_wanted = num_wanted
         self.waiting.appendleft(seat.sequence)
         self.num_paused += 1
 
-    def compact(self, is_enough: int) -> Iterator[tuple[int, int]]:
-        """Move sequences to lower slots, until `is_enough` rows hold all of them. Yields the old and the new
-        slot of each."""
-        while len(self.seats) <= is_enough < self.num_rows:
+    def compact(self, num_rows: int) -> Iterator[tuple[int, int]]:
+        """Move sequences to lower slots until the first `num_rows` hold all of them. Yields the old and the
+        new slot of each."""
+        while len(self.seats) <= num_rows < self.num_rows:
             seat = self.seats[self.num_rows - 1]
-            left, seat.slot = seat.slot, heapreplace(self.free, seat.slot)
+            source, seat.slot = seat.slot, heapreplace(self.free, seat.slot)
             self.seats = {one.slot: one for one in self.seats.values()}
-            yield left, seat.slot
+            yield source, seat.slot

@@ -14,21 +14,21 @@ from longspec.decoding.methods import Auto, Method, MethodChoice
 from longspec.decoding.sampling import AcceptanceRule, Sampling
 
 Logprobs = tuple[float, list[tuple[int, float]]]
-"""Of one place: the logarithm of the chosen token's probability, and the most probable tokens with theirs."""
+"""For one token: its log-probability, and the most probable tokens at its place with theirs."""
 
 
 class Constraint(Protocol):
-    """What may be said next, such as only what completes a JSON value."""
+    """Says which tokens may come next, for example only those that continue a JSON value."""
 
     def fill(self, mask: Tensor, tokens: list[int]) -> None:
-        """Set bit t of `mask`, int32 [V / 32] on the host, where token t may follow `tokens`, which have only
-        grown since the last call. An error that this raises ends the sequence."""
+        """Set bit t of `mask`, int32 [V / 32] on the host, where token t may follow `tokens`. Since the last
+        call `tokens` have only grown. An error that this raises ends the sequence."""
         ...
 
 
 @dataclass(eq=False)
 class Sequence:
-    """What was asked for, what has been said, and the rules for when to stop.
+    """A request, its answer so far, and the rules for when to stop.
 
     A token that ends the sequence is kept; what a round emitted past it is dropped and counts nowhere.
     """
@@ -40,40 +40,41 @@ class Sequence:
     eos_ids: frozenset[int] = frozenset()
     method: MethodChoice = field(default_factory=Auto)
     stop_after: Callable[[int], bool] | None = None
-    """Told of every kept token; True ends the sequence there (a stop string is complete)."""
+    """Called with every kept token; True ends the sequence there (a stop string is complete)."""
     keep_until: Callable[[list[int]], int | None] | None = None
-    """Shown all tokens when some have come; a number ends the sequence there, and drops what came after."""
+    """Called with all tokens when new ones have come. If it returns a number, the sequence ends, and only so
+    many tokens are kept."""
     on_news: Callable[[Sequence], object] | None = None
-    """Told, by whoever leads the engine, when it has something new, and at its end."""
+    """Called by the thread that leads the engine, when there are new tokens and at the end."""
     acceptance: AcceptanceRule = "coupled"
-    """coupled: it says what vanilla says with the same seed; rejection: it keeps the distribution."""
+    """coupled: the same tokens as vanilla with the same seed; rejection: the same distribution."""
     constraint: Constraint | None = None
     num_logprobs: int | None = None
-    """Tell the probability of each token, and so many of the most probable ones; None tells nothing."""
+    """Return each token's log-probability, and this many of the most probable ones; None: return nothing."""
 
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    """How each token came: drafted at this depth and accepted, or, where it is 0, from the target itself."""
+    """For each token, the depth at which it was drafted and accepted; 0: it is the target's own choice."""
     copied: list[bool] = field(default_factory=list)
-    """Whether each token was accepted because the text had said it before, and not by the draft."""
+    """For each token, whether it was looked up in the text, and not drafted."""
     logprobs: list[Logprobs] = field(default_factory=list)
-    """Of each token, where `num_logprobs` asks for it."""
+    """For each token, if `num_logprobs` is set."""
     finish_reason: str | None = None
     """None while it runs, then "eos", "stop", "length" or "closed"."""
     error: BaseException | None = None
-    """What stopped the engine while this one ran."""
+    """The error that ended it."""
     num_rounds: int = 0
     num_first: int = 0
     """Tokens that a prefill chose: one, and one more for each time that the sequence was paused."""
     num_shared: int = 0
     """Prompt tokens whose KV was there already, when the sequence was first admitted."""
     num_wanted: int = 0
-    """Entries that it needs room for before it goes on, where it was paused."""
+    """After a pause: the entries of KV that must fit before it is admitted again."""
     runs: list[tuple[Method, int]] = field(default_factory=list)
-    """The methods that ran, one after the other, and for how many rounds."""
+    """The methods that ran, in order, each with the number of its rounds."""
     submitted_at: float = 0.0
     first_at: float = 0.0
-    """When its first token was there."""
+    """When its first token came."""
     finished_at: float = 0.0
 
     @property
@@ -82,17 +83,18 @@ class Sequence:
 
     @property
     def draws(self) -> bool:
-        """Whether its nodes are drawn at random: acceptance by rejection needs that, unless it is greedy."""
+        """Whether its nodes are drawn at random, as acceptance by rejection needs unless it is greedy."""
         return self.acceptance == "rejection" and not self.sampling.greedy
 
     @property
     def is_guided(self) -> bool:
-        """Whether its rounds need the target's scores on the host's terms: they are vanilla then."""
+        """Whether it returns probabilities or has a constraint. Its rounds are then vanilla
+        (`longspec.decoding.guided`)."""
         return self.constraint is not None or self.num_logprobs is not None
 
     @property
     def text(self) -> list[int]:
-        """The prompt and what has been said."""
+        """The prompt and the answer so far."""
         return self.prompt + self.tokens
 
     @property
@@ -108,7 +110,7 @@ class Sequence:
 
     @property
     def methods(self) -> Counter[Method]:
-        """The rounds of each method that ran."""
+        """How many rounds each method ran."""
         counts: Counter[Method] = Counter()
         for method, num_rounds in self.runs:
             counts[method] += num_rounds
@@ -116,7 +118,7 @@ class Sequence:
 
     @property
     def tau(self) -> float:
-        """Tokens kept per round; those that a prefill chose belong to no round."""
+        """Tokens kept per round; tokens that a prefill chose do not count."""
         return (len(self.tokens) - self.num_first) / self.num_rounds if self.num_rounds else 0.0
 
     def keep_first(self, token: int) -> None:
@@ -124,13 +126,13 @@ class Sequence:
         self._keep([token], 0)
 
     def keep_round(self, emitted: list[int], method: Method) -> None:
-        """Take what a round emitted, accepted tokens then the bonus."""
+        """Take the tokens that a round emitted: the accepted ones, then the bonus."""
         self.num_rounds += 1
         self._count(method, 1)
         self._keep(emitted, method.drafted_depth)
 
     def keep_scores(self, scores: list[float]) -> None:
-        """Note the probabilities of the token that comes next, as `run_guided` tells them."""
+        """Note the log-probabilities of the next token, in the form that `run_guided` returns."""
         if self.num_logprobs is None:
             return
         size = (len(scores) - 1) // 2
@@ -138,7 +140,7 @@ class Sequence:
         self.logprobs.append((scores[0], [(int(token), value) for token, value in top]))
 
     def keep_vanilla(self, emitted: list[int], method: Method) -> None:
-        """Take what several vanilla rounds emitted, a token each."""
+        """Take the tokens of several vanilla rounds, one token each."""
         if self.stop_after is not None or not self.eos_ids.isdisjoint(emitted):
             for token in emitted:
                 if not self.finished:
@@ -158,21 +160,21 @@ class Sequence:
             self.on_news(self)
 
     def _drop_rest(self) -> bool:
-        """Whether `keep_until` ends the sequence; what it does not keep is dropped."""
+        """Drop the tokens that `keep_until` does not keep; returns whether it ends the sequence."""
         end = None if self.keep_until is None else self.keep_until(self.tokens)
         if end is not None:
             del self.tokens[end:], self.depths[end:], self.copied[end:]
         return end is not None
 
     def _count(self, method: Method, num_rounds: int) -> None:
-        # By identity, because this is done for every row of every round.
+        # Compare by identity, because this runs for every row of every round.
         if self.runs and self.runs[-1][0] is method:
             num_rounds += self.runs.pop()[1]
         self.runs.append((method, num_rounds))
 
     def _keep(self, emitted: list[int], drafted_depth: int) -> None:
-        """Take tokens as far as none ends the sequence; the last of them is the target's own, and those
-        deeper than the draft goes were looked up."""
+        """Take tokens up to one that ends the sequence. The last of `emitted` is the target's own choice; an
+        accepted token deeper than `drafted_depth` was looked up."""
         last = len(emitted)
         if not self.tokens:
             self.first_at = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Numbers on their way from the host to the device, and back, without waiting for what is queued."""
+"""Copying numbers from the host to the device and back without waiting for the work that is queued."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Report:
-    """What rows have said, on its way to the host."""
+    """A tensor that is being copied to the host."""
 
     def __init__(self, values: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -26,14 +26,14 @@ class Report:
             self._values = values.clone()
 
     def read(self) -> Any:
-        """The values as lists; waits for them."""
+        """Wait for the values; returns them as lists."""
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()
 
 
 def send(values: list[Any] | Tensor, device: torch.device) -> Tensor:
-    """Numbers on the device; from pinned memory, because other copies wait for all that is queued."""
+    """Copy numbers to the device, from pinned memory, because other copies wait for all queued work."""
     made = values if isinstance(values, Tensor) else torch.tensor(values)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
@@ -41,11 +41,11 @@ def send(values: list[Any] | Tensor, device: torch.device) -> Tensor:
 def put_rows(
     whole: Tensor, slots: Sequence[int], rows: Sequence[list[int]], starts: Sequence[int] | None = None
 ) -> Tensor:
-    """Put numbers into rows of `whole` [B, S], from their `starts` or their beginning on, by one copy.
+    """Write numbers into rows of `whole` [B, S], at `starts` or at the beginning, with one copy.
 
-    Returns them end to end.
+    Returns the numbers of all rows, end to end.
     """
-    # By way of an array: torch.tensor takes several times as long for a list.
+    # Through an array, because torch.tensor takes several times as long for a list.
     flat = array("q", chain.from_iterable(rows))
     width, starts = whole.shape[1], starts or [0] * len(rows)
     places = [

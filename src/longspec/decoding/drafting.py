@@ -166,9 +166,11 @@ class _PlainDrafting(_Drafting):
             if self.chain and depth == 1:
                 # Not before: what the first pass has read may stand there.
                 self.replaced = ring.get(self.taken)
+        # By `down`, because a rank's part of it is summed over ranks, which our C code does not do.
+        ops = ops_of(self.draft.ffn.down)
         run = PlainDraftPass(
             self.draft, ring, self.models.pages, target.attention, self.plan, target.rope(positions),
-            entries, level.start, self._sees(level, depth), len(level), ops_of(self.draft.qkv),
+            entries, level.start, self._sees(level, depth), len(level), ops,
         )  # fmt: skip
         x = look_up(target.table, tokens)
         stream = x[:, : len(level)]

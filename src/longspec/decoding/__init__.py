@@ -1,1 +1,1 @@
-"""Turning a target into tokens: choosing one, and the round loop that every method shares."""
+"""Decoding: choosing a token, token trees, acceptance, and the round that every method shares."""

@@ -1,8 +1,8 @@
 """Acceptance: which of the proposed tokens the target would have chosen itself.
 
-Coupled acceptance, the default, walks from the root: at each node the target's own choice is made, by the
-same pure function that vanilla decoding uses; if one of the node's children is that token, the walk moves
-there, else the token is the bonus and the round ends. So a round emits exactly what vanilla would.
+Coupled acceptance, the default, walks from the root. At each node the target makes its own choice, by the
+same pure function that vanilla decoding uses. If one of the node's children is that token, the walk moves
+there; otherwise the token is the bonus and the round ends. So a round emits exactly what vanilla would.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Accepted:
     """What a round keeps, for B rows."""
 
     path: Tensor
-    """The accepted nodes from the root down, int64 [B, P]; behind a row's end its last node repeats."""
+    """The accepted nodes from the root down, int64 [B, P]; after the end of a row its last node repeats."""
     num_accepted: Tensor
-    """Drafted tokens kept, the root not counted, int64 [B]."""
+    """Drafted tokens kept, without the root, int64 [B]."""
     bonus: Tensor
-    """The target's own token behind the path, int64 [B]."""
+    """The target's own token after the path, int64 [B]."""
 
 
 @dataclass
 class Walk:
-    """The walk from the root of all rows, one depth at a time; a row whose token is no child stops."""
+    """The walk of all rows from the root, one depth at a time. A row whose token is not a child stops."""
 
     tree: TokenTree
     node: Tensor
@@ -50,7 +50,7 @@ class Walk:
         return cls(tree, zeros, torch.ones_like(zeros, dtype=torch.bool), zeros, [zeros], zeros)
 
     def step(self, found: Tensor, child: Tensor, bonus: Tensor) -> None:
-        """Move the rows that `found` [B] a `child` [B]; the others end with `bonus`."""
+        """Move the rows where `found` [B] is set to `child` [B]; the others end with `bonus`."""
         moved = self.moving & found
         self.bonus = torch.where(self.moving & ~found, bonus, self.bonus)
         self.node = torch.where(moved, child, self.node)
@@ -60,7 +60,7 @@ class Walk:
 
     @property
     def is_over(self) -> bool:
-        """Whether no row moves any more; a GPU is not asked, because asking would wait for it."""
+        """Whether all rows have stopped. False on a GPU, because reading the answer would wait for it."""
         return not self.moving.is_cuda and not bool(self.moving.any())
 
     def accepted(self) -> Accepted:
@@ -68,9 +68,9 @@ class Walk:
 
 
 def accept_coupled(tree: TokenTree, logits_at: LogitsAt, rows: Slots, sampled: bool) -> Accepted:
-    """Walk as long as the target's choice is among the children. Only nodes on the way are evaluated.
+    """Walk while the target's choice is among the children. Logits are taken only at nodes of the walk.
 
-    The root stands at `rows.lengths` of the text, and the rows have seen it already.
+    The root stands at `rows.lengths` of the text, and is marked in `seen` already.
     """
     walk, seen = Walk.at_root(tree), rows.sampling.seen
     for depth in range(tree.num_nodes):

@@ -1,8 +1,8 @@
 """Choosing the next token: a pure function of the logits, the settings, the seed and the position.
 
-Sampling is Gumbel-max. The noise of a token is a hash of (seed, position, token id), so the choice at a
-position is settled before decoding begins: whoever asks, in whatever batch, after whatever was drafted,
-gets the same token. That is what makes every decoding method emit the same text for the same seed.
+Sampling is Gumbel-max. The noise of a token is a hash of (seed, position, token id), so the batch and the
+drafted tokens cannot change the choice at a position. Therefore every decoding method emits the same text for
+the same seed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from longspec.decoding.sampling import Sampling
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """The settings of B rows, where the device can read them; see `Sampling`."""
+    """The sampling settings of B rows, on the device; see `Sampling`."""
 
     temperature: Tensor
     """fp32 [B]"""
@@ -31,11 +31,11 @@ class SamplingRows:
     penalty: Tensor
     """fp32 [B], the repetition penalty"""
     seen: Tensor
-    """Tokens that each row has had, bool [B, V]; kept up for rows with a penalty."""
+    """Tokens that occurred in each row's text, bool [B, V]; complete only for rows with a penalty."""
 
     @classmethod
     def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> SamplingRows:
-        """All greedy."""
+        """Rows that are all greedy."""
         zeros, ones = torch.zeros(num_rows, device=device), torch.ones(num_rows, device=device)
         seen = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device)
         return cls(zeros, zeros.long(), ones, zeros.clone(), ones.clone(), seen)
@@ -48,11 +48,11 @@ class SamplingRows:
         return rows
 
     def put(self, rows: Tensor, settings: Sequence[Sampling]) -> None:
-        """Give rows [n] these settings; what they have seen is forgotten."""
+        """Give rows [n] these settings, and clear what they have seen."""
         names = ("temperature", "top_p", "min_p", "repetition_penalty", "top_k")
         numbers = torch.tensor([[min(getattr(one, name), 2**31) for one in settings] for name in names])
         if rows.is_cuda:
-            # From pinned memory, because other copies wait for all that is queued.
+            # From pinned memory, because other copies wait for all queued work.
             numbers = numbers.pin_memory().to(rows.device, non_blocking=True)
         parts = (self.temperature, self.top_p, self.min_p, self.penalty, self.top_k)
         for part, values in zip(parts, numbers, strict=True):
@@ -86,26 +86,26 @@ def choose(
     """The token of each row, int64 [B].
 
     logits [B, V] are the target's scores, fp32. seeds and positions, int64 [B], are the row's seed and the
-    place in the text of the token to choose. Where not `sampled`, every row is greedy without a penalty.
-    seen, bool [B, V], marks the tokens that occurred before it where that is not `sampling.seen`.
+    place in the text of the token to choose. If not `sampled`, every row is greedy without a penalty.
+    seen, bool [B, V], marks the tokens that occurred before; the default is `sampling.seen`.
     """
     if not sampled:
         return logits.argmax(-1)
     scores = filtered(logits, sampling, seen)
     tokens = torch.arange(logits.shape[-1], device=logits.device)
-    # At temperature 0 the best score is 0 and the others are at -inf: no noise changes that.
+    # At temperature 0 the best score is 0 and the others are -inf, so noise changes nothing.
     return (scores.double() + gumbel(seeds, positions, tokens)).argmax(-1)
 
 
 def filtered(logits: Tensor, sampling: SamplingRows, seen: Tensor | None = None) -> Tensor:
-    """The scores [B, V] whose softmax is the distribution to sample from; tokens filtered out are at -inf.
+    """The scores [B, V] whose softmax is the distribution to sample from; removed tokens are at -inf.
 
-    Of a greedy row only the best token is left, the first of equal ones.
+    A greedy row keeps only the best token; of equal ones, the first.
     """
     seen, penalty = sampling.seen if seen is None else seen, sampling.penalty[:, None]
     scores = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     best = scores.argmax(-1, keepdim=True)
-    # From the row's best score, so that a tiny temperature cannot make it overflow.
+    # Relative to the row's best score, so that a tiny temperature cannot cause an overflow.
     warm = sampling.temperature[:, None].clamp(min=torch.finfo(scores.dtype).tiny)
     scores = (scores - scores.gather(-1, best)) / warm
     size = scores.shape[-1]
@@ -121,15 +121,15 @@ def filtered(logits: Tensor, sampling: SamplingRows, seen: Tensor | None = None)
 
 
 def _needed(rows: Tensor) -> bool:
-    """Whether any of `rows` is set. Always true on a GPU, because reading the answer would wait for it."""
+    """Whether any of `rows` is set. Always True on a GPU, because reading the answer would wait for it."""
     return rows.is_cuda or bool(rows.any())
 
 
 def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
     """Keep the tokens above the largest threshold that leaves a total probability of top_p [B, 1]; 1 is off.
 
-    Positive floats are ordered as their bit patterns are, so bisecting those finds the threshold exactly, in
-    30 sums (no probability has a higher bit): faster than a sort, and nothing is asked of the host.
+    Positive floats have the same order as their bit patterns. So bisecting the patterns finds the threshold
+    exactly, in 30 sums (no probability has a higher bit). This is faster than a sort.
     """
     probabilities = scores.softmax(-1)
     patterns = probabilities.view(torch.int32)
@@ -144,27 +144,28 @@ def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
 def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """Gumbel noise [R, V] in fp64 for the token ids [V] at (seed, position), each int64 [R].
 
-    The largest noise decides who wins, and it comes from the uniform's smallest values: 52 bits behind the
-    point, and log1p, keep those apart even among the tails of a large vocabulary.
+    The largest noise comes from the smallest uniform numbers. 52 bits behind the point, and log1p, keep these
+    numbers apart, also for the unlikely tokens of a large vocabulary.
     """
     return uniform(seeds[:, None], positions[:, None], tokens).neg_().log1p_().neg_().log_().neg_()
 
 
 def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Numbers in (0, 1), fp64, for each (seed, position, token), broadcast."""
+    """Uniform numbers in (0, 1), fp64, for each (seed, position, token), broadcast."""
     bits = hash_bits(seeds, positions, tokens)
     return ((bits >> 12) & (2**52 - 1)).double().add_(0.5).mul_(2.0**-52)
 
 
 def derived(seeds: Tensor, stream: Tensor | int) -> Tensor:
-    """Seeds of a stream of noise that is independent of that of `seeds`."""
-    # A tensor's product wraps around, and a Python number's must as well.
+    """Seeds for another stream of noise, which is independent of the noise of `seeds`."""
+    # The product wraps around in a tensor, so it must wrap around for a Python number too.
     moved = _signed(stream * _SECOND % 2**64) if isinstance(stream, int) else stream * _SECOND
     return _mix(_mix(seeds + _FIRST) + moved)
 
 
 def hash_bits(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """64 well-mixed bits for each (seed, position, token), broadcast; integers only, so alike everywhere."""
+    """64 well-mixed bits for each (seed, position, token), broadcast; the same on every device, because only
+    integers are computed."""
     key = _mix(_mix(seeds + _GOLDEN) ^ (positions * _GOLDEN))
     return _mix(key + tokens * _GOLDEN)
 

@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from longspec.kernels.norm import Residual
     from longspec.models.fused import FusedOps
 
-# Wider levels are faster by torch's own top-k.
+# For wider levels torch's own top-k is faster than our kernel.
 _WIDEST = 32
 
 Levels = tuple[Tensor, Tensor, Tensor]
-"""Tokens and parents, int64 [B, N], and scores, fp32 [B, N], of a tree that grows level by level. A score is
-the sum of log-probabilities from the root."""
+"""Tokens and parents, int64 [B, N], and scores, fp32 [B, N], of a tree while it grows level by level. A score
+is the sum of log-probabilities from the root."""
 
 
 def propose(method: Drafted, models: Models, rows: Slots, sampled: bool) -> TokenTree:
-    """The tree of a method's `shape` in its best nodes, and what the method looks up beside it."""
+    """The best nodes of a tree of the method's `shape` and of the branch that it looks up."""
     draft, head, ring = models.draft, models.head, rows.ring
     assert draft is not None, "this method needs a draft"
     assert head is not None
@@ -83,7 +83,7 @@ def _drawn_tree(
 
 
 def _best_tree(method: Drafted, models: Models, rows: Slots, tree: Levels, end: int) -> TokenTree:
-    """With what was looked up, and without the worst nodes."""
+    """The drafted tree with the looked-up branch, pruned to the method's number of nodes."""
     tokens, parents, scores = tree
     is_chain = max(method.shape) == 1 and not method.num_lookup
     if not models.fused:
@@ -106,7 +106,8 @@ def _best_tree(method: Drafted, models: Models, rows: Slots, tree: Levels, end: 
 
 @dataclass
 class _Drafting:
-    """The passes of one round. They begin with what the draft has not read yet, the root among it."""
+    """The draft's passes of one round. The first pass reads the tokens that it has not read yet, with the
+    root."""
 
     models: Models
     rows: Slots
@@ -135,12 +136,12 @@ class _Drafting:
 
 class _PlainDrafting(_Drafting):
     replaced: tuple[Tensor, Tensor] | None = None
-    """What stood where a chain's nodes stand now."""
+    """The KV in the ring that a chain's nodes have replaced."""
 
     def _begin(self) -> None:
         rows, ring = self.rows, self.ring
         newest = ring.positions[:, : ring.window].max(1).values
-        # A row that rests reads nothing: with its root read, what lies unread before it would be forgotten.
+        # A resting row reads nothing: after its root were read, the unread tokens before it would be lost.
         moving = rows.running & rows.active
         num_new = torch.where(moving, (rows.lengths - newest).clamp(1, ring.window), 0)
         back = torch.arange(max(int(num_new.max()), 1), device=newest.device)
@@ -149,8 +150,8 @@ class _PlainDrafting(_Drafting):
         self.tokens = rows.text.gather(1, self.positions)
         self.tree[0][:, 0] = self.tokens[:, 0]
         if self.chain:
-            # While a chain is drafted its nodes stand in the ring itself, as if they were committed: what a
-            # query sees is the ring, as far as it is filled. What was there is put back at the end.
+            # A chain's nodes are written into the ring itself, as if they were committed. So a query sees all
+            # of the ring that is filled. `end` puts the replaced entries back.
             depths = torch.arange(1, self.tree[0].shape[1], device=newest.device)
             self.taken = (rows.lengths[:, None] + depths) % ring.window
 
@@ -164,7 +165,7 @@ class _PlainDrafting(_Drafting):
             positions = (rows.lengths + depth)[:, None].expand_as(tokens)
             entries = positions % ring.window if self.chain else None
             if self.chain and depth == 1:
-                # Not before: what the first pass has read may stand there.
+                # Not earlier, because the first pass may have written there.
                 self.replaced = ring.get(self.taken)
         # By `down`, because a rank's part of it is summed over ranks, which our C code does not do.
         ops = ops_of(self.draft.ffn.down)
@@ -222,7 +223,7 @@ class _FusedDrafting(_Drafting):
     def _embed_level(
         self, level: range, depth: int, feature: Tensor | None, ops: FusedOps
     ) -> tuple[Residual, Residual, Tensor, Tensor]:
-        """The embedded nodes of a level, the same with what the feature adds, their positions and entries."""
+        """The embedded nodes of a level, the same with the feature added, their positions and entries."""
         from longspec.kernels.embed import embed_level
 
         tokens, table = self.tree[0][:, level.start : level.stop], self.models.target.table
@@ -236,8 +237,8 @@ class _FusedDrafting(_Drafting):
 
 
 def _noise(models: Models, rows: Slots, depth: int) -> Tensor:
-    """The noise that the target's choice will have at each depth, [depth, B, V']: what it makes likely there,
-    it makes likely here. Greedy rows have none."""
+    """The noise of the target's choice at each depth, [depth, B, V']. The draft adds the same noise, so that
+    it proposes what the target is likely to choose. Greedy rows have none."""
     assert models.head is not None
     token_ids, temperature = models.head.token_ids, rows.sampling.temperature
     if models.fused:
@@ -251,7 +252,7 @@ def _noise(models: Models, rows: Slots, depth: int) -> Tensor:
 def _grow(
     models: Models, rows: Slots, tree: Levels, level: range, width: int, logits: Tensor, noise: Tensor | None
 ) -> None:
-    """Put the best children of a tree's last level behind it."""
+    """Add the best children of the tree's last level after it."""
     assert models.head is not None
     if models.fused and width <= _WIDEST:
         from longspec.kernels.topk import best_children
@@ -275,19 +276,20 @@ def _grow(
 def _draw_level(
     models: Models, rows: Slots, tree: Levels, levels: list[range], depth: int, logits: Tensor
 ) -> Tensor:
-    """Put the same number of children behind each node of a level, drawn from the draft's distribution, which
-    is returned, [B, n, V]."""
+    """Add the same number of children to each node of a level, drawn from the draft's distribution. Returns
+    the distribution [B, n, V]."""
     assert models.head is not None
     level, width = levels[depth], len(levels[depth + 1])
     (B, n), size = logits.shape[:2], models.target.config.vocab_size
     whole = logits.new_full((B, n, size), -torch.inf)
     whole[:, :, models.head.token_ids] = logits.nan_to_num(0.0, posinf=0.0)
-    # The repetition penalty depends on a node's own path; without it q is only a little less alike to p.
+    # No repetition penalty, because it depends on each node's path; without it q is only a little further
+    # from p.
     settings = rows.sampling.without_penalty()
     q = torch.stack([filtered(one, settings).softmax(-1) for one in whole.unbind(1)], 1)
     nodes = torch.arange(level.start, level.stop, device=q.device)
     found, real = draw_children(q, width // n, rows.seeds, rows.lengths + depth + 1, nodes)
-    # One that was not drawn must look undrawable: it repeats the first child, which q has lost by then.
+    # A child that was not drawn repeats the first child, which then has no probability left in q.
     found = torch.where(real, found, found[:, :, :1])
     behind = slice(level.stop, level.stop + width)
     tree[0][:, behind] = found.flatten(1)
@@ -298,8 +300,7 @@ def _draw_level(
 def _confidence(tree: Levels, level: range, proposals: list[Tensor]) -> Tensor:
     """The draft's own probability of the newest token of each row's chain, [B].
 
-    When sampling, that of its logits with the noise: how clearly the token stands out there tells how likely
-    the target is to choose it as well.
+    When sampling, the probability after the noise, because it shows how likely the target chooses the token.
     """
     tokens, _, scores = tree
     if proposals:
@@ -308,7 +309,7 @@ def _confidence(tree: Levels, level: range, proposals: list[Tensor]) -> Tensor:
 
 
 def level_ranges(shape: tuple[int, ...], vocab: int) -> list[range]:
-    """The nodes of each level, the root's first: as many as the shape says, or as there can be."""
+    """The nodes of each level, from the root's on: as many as the shape says, or as many as there can be."""
     levels = [range(1)]
     for width in shape:
         last = levels[-1]
@@ -318,7 +319,7 @@ def level_ranges(shape: tuple[int, ...], vocab: int) -> list[range]:
 
 def best_of_level(logits: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """The best children of nodes with logits [B, n, V] and scores [B, n]: index, node and score, [B, w]."""
-    # A draft that computes nan proposes nonsense, which is allowed; the order of its nodes must hold.
+    # A draft that computes nan may propose anything, but its scores must still have an order.
     best = F.log_softmax(logits, -1).nan_to_num(-torch.inf).topk(min(width, logits.shape[-1]), -1)
     total = (scores[:, :, None] + best.values).flatten(1)
     top = total.topk(min(width, total.shape[1]), -1)

@@ -1,7 +1,7 @@
-"""Rounds that tell the target's probabilities, or choose only among the tokens that a constraint allows.
+"""Rounds that return the target's probabilities, or choose only among the tokens that a constraint allows.
 
-They are vanilla, because what may be said next is known only when everything before it is. They choose by the
-same function as every other round: without a constraint the words are the same.
+They are vanilla, because a constraint must know all tokens before the next one. They choose by the same
+function as every other round: without a constraint the tokens are the same.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from longspec.decoding.tree import TokenTree
 
 
 def run_guided(models: Models, rows: Slots, sampled: bool, masks: Tensor | None, num_top: int) -> Tensor:
-    """One round of the rows that are running and active; `rows.report` tells what they emitted.
+    """One round of the rows that are running and active; `rows.report` has what they emitted.
 
-    Of `masks`, int32 [B, V / 32], bit t of a row says whether it may say token t. Returned are, in fp64
-    [B, 1 + 2 * num_top], the log-probability of each row's choice, the `num_top` most probable tokens, and
-    their log-probabilities: those of the target itself, before the row's sampling and its constraint.
+    Bit t of a row of `masks`, int32 [B, V / 32], says whether token t is allowed. Returns fp64
+    [B, 1 + 2 * num_top]: the log-probability of each row's choice, the `num_top` most probable tokens, and
+    their log-probabilities. They are the target's own, before sampling settings and constraint.
     """
     tree = TokenTree.chain(rows.roots[:, None])
     hidden = forward_chain_or_tree(models, rows, tree)

@@ -1,7 +1,7 @@
 """Lookup: where a text repeats itself, the tokens that followed last time are proposed again.
 
 Looked-up tokens compete with drafted ones by score. The score is the log of the measured chance that they
-are accepted, which grows with the run of tokens that matched: in answers of SmolLM2 to instructions,
+are accepted. The chance grows with the run of tokens that matched. In answers of SmolLM2 to instructions,
 programming tasks and passages to summarise, the first token was accepted in 0.42 of the cases after a run
 of 2, 0.7 after 3, 0.8 after 4 and 0.95 after 8, and each further one in 0.75 to 0.96.
 """
@@ -22,11 +22,11 @@ FIRST_DOUBT, NEXT_DOUBT = 2.3, 0.45
 
 
 def find(text: Tensor, ends: Tensor, min_run: int = MIN_RUN, max_run: int = MAX_RUN) -> tuple[Tensor, Tensor]:
-    """Find the longest run of tokens before `ends` [B] of the texts [B, S] at an earlier place too; of
-    several such places, the newest.
+    """Find where the last tokens before `ends` [B] of the texts [B, S] occurred earlier: the place with the
+    longest run of equal tokens, and of several such places the newest.
 
-    Returns the run's length, at most `max_run` and 0 where it is below `min_run`, and the index of the token
-    that followed it there, [B] each.
+    Returns the run's length, at most `max_run`, and 0 if it is below `min_run`; and the index of the token
+    that followed the run there. Both are [B].
     """
     index = torch.arange(text.shape[1], device=ends.device)
     is_match = index < ends[:, None]
@@ -46,8 +46,8 @@ def graft(
     """Add a looked-up branch of `num_lookup` nodes; returns the tree and its scores [B, N + num_lookup].
 
     Where the tree has a looked-up token already, its own node gets the better of the two scores, and the
-    added node is unused: its score is -inf. Each text [B, S] ends before `ends` [B] with the root; `found` is
-    what `find` returned.
+    added node is unused: its score is -inf. Each text [B, S] ends before `ends` [B], with the root. `found`
+    is the result of `find`.
     """
     runs, starts = found
     has_match, period = runs > 0, (ends - starts).clamp(min=1)
@@ -56,7 +56,7 @@ def graft(
     is_child = torch.arange(tree.num_nodes, device=ends.device) > 0  # all but the root
     added: list[tuple[Tensor, Tensor, Tensor]] = []
     for step in range(num_lookup):
-        # Past the text's end the branch continues with its own tokens, so that a loop continues as a loop.
+        # After the end of the text the branch continues with its own tokens, so that a loop stays a loop.
         token = text.gather(1, (starts + step % period)[:, None])
         chance = 1 - (FIRST_DOUBT / runs**2 if step == 0 else NEXT_DOUBT / runs)
         score = score + torch.where(has_match, chance.clamp(min=0.01).log(), -math.inf).float()

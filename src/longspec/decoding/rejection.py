@@ -1,9 +1,9 @@
 """The standard acceptance criterion: it keeps the target's distribution, not the tokens of a seed.
 
 A child c drawn from q is accepted with probability min(1, p(c) / q(c)). If it is rejected, p becomes the
-normalised positive part of p - q, c leaves q (children are drawn without replacement), and the next child
-is tried; when none is left the token is drawn from what p has become. A child that was certain to be
-proposed is the case where q has all its mass on c.
+normalised positive part of p - q, c is removed from q (children are drawn without replacement), and the next
+child is tried. When no child is left, the token is drawn from the changed p. A child that was certain to be
+proposed is the case where all of q's mass is on c.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from longspec.decoding.choose import derived, filtered, gumbel, uniform
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 
-# Streams of noise: none may depend on another, nor on the one that coupled choices use.
+# Streams of noise. They must be independent of each other and of the noise of coupled choices.
 _DRAW, _ACCEPT, _BONUS = 1, 2, 3
 
 
@@ -26,19 +26,19 @@ def draw_children(
     """Tokens drawn without replacement from q [B, n, V], in order: int64 [B, n, num_children].
 
     nodes [n] are the parents' indices in the tree, so that each parent has noise of its own. The second
-    result tells which children are real: where q has fewer tokens than children, the rest is not drawn.
+    result says which children were drawn: where q has fewer tokens than children, the rest were not.
     """
     B, n, V = q.shape
     tokens = torch.arange(V, device=q.device)
     streams = derived(derived(seeds, _DRAW)[:, None], nodes).flatten()
     noise = gumbel(streams, positions[:, None].expand(B, n).flatten(), tokens).view(B, n, V)
-    # Adding Gumbel noise and sorting is drawing one by one without replacement.
+    # Adding Gumbel noise and sorting is the same as drawing one by one without replacement.
     top = (q.double().log() + noise).topk(min(num_children, V), -1)
     return top.indices, torch.isfinite(top.values)
 
 
 def accept_rejection(tree: TokenTree, logits_at: LogitsAt, rows: Slots, sampled: bool) -> Accepted:
-    """Walk from the root by the rule above; arguments and result are those of `accept_coupled`."""
+    """Walk from the root by the rule above; arguments and result as in `accept_coupled`."""
     assert sampled, "greedy rows are accepted by their choices"
     walk, sampling, seeds = Walk.at_root(tree), rows.sampling, rows.seeds
     children, seen = child_table(tree), sampling.seen
@@ -70,31 +70,31 @@ def accept_rejection(tree: TokenTree, logits_at: LogitsAt, rows: Slots, sampled:
 
 
 def proposed(q: Tensor | None, token: Tensor) -> Tensor:
-    """Whether the token could have been drawn at all, bool [B]."""
+    """Whether q could have drawn the token, bool [B]."""
     return torch.ones_like(token, dtype=torch.bool) if q is None else _at(q, token) > 0
 
 
 def accepts(p: Tensor, q: Tensor | None, token: Tensor, luck: Tensor) -> Tensor:
-    """Whether `luck` [B], uniform on (0, 1), lets the token pass, bool [B]."""
+    """Whether the token is accepted, bool [B]; `luck` [B] is uniform on (0, 1)."""
     return luck < _at(p, token) if q is None else luck * _at(q, token) < _at(p, token)
 
 
 def residual(p: Tensor, q: Tensor | None, token: Tensor) -> Tensor:
-    """What is left of p [B, V] once the token was refused."""
+    """What p [B, V] becomes after the token was rejected."""
     left = p.scatter(1, token[:, None], 0.0) if q is None else (p - q).clamp(min=0)
     total = left.sum(1, keepdim=True)
-    # Nothing is left only by rounding: such a refusal has probability 0.
+    # The total is 0 only by rounding: such a rejection has probability 0.
     return torch.where(total > 0, left / total.clamp(min=torch.finfo(p.dtype).tiny), p)
 
 
 def without(q: Tensor, token: Tensor) -> Tensor:
-    """q [B, V] after the token was drawn: it cannot be drawn again."""
+    """q [B, V] without the token, because it cannot be drawn again."""
     left = q.scatter(1, token[:, None], 0.0)
     return left / left.sum(1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
 
 
 def child_table(tree: TokenTree) -> Tensor:
-    """The children of each node in their order, int64 [B, N, C], -1 where there are no more."""
+    """The children of each node in their order, int64 [B, N, C]; -1 after the last one."""
     parents, N = tree.parents, tree.num_nodes
     nodes = torch.arange(N, device=parents.device)
     is_child = (parents[:, None, :] == nodes[None, :, None]) & (nodes > 0)

@@ -1,7 +1,7 @@
-"""One round: propose, verify, accept, commit. Fixed shapes and nothing asked of the host, where it is fused.
+"""One round: propose, verify, accept, commit.
 
-The plain form runs anywhere by torch's operations; the fused one runs by our own kernels, in few launches,
-and can be captured in a CUDA graph.
+Plain rounds use torch's operations and run on any device. Fused rounds use our own kernels in few launches,
+have fixed shapes and read nothing back to the host, so that they can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from longspec.models.draft import ContextHead, DraftHead, GlideDraft
 from longspec.models.passes import paged_pass
 from longspec.models.target import Transformer
 
-# Up to so many nodes their logits cost hardly more than those of one: the head is read once for all.
+# The logits of up to this many nodes cost hardly more than those of one, because the head is read once.
 _FEW_NODES = 16
 
 
 @dataclass
 class Models:
-    """What rounds compute with."""
+    """The models of a round, and the target's KV."""
 
     target: Transformer
     pages: Pages
     fused: bool
-    """Whether rounds run by our own kernels; settled once, when the engine is made."""
+    """Whether rounds use our own kernels; decided once, when the engine is made."""
     draft: GlideDraft | None = None
     head: DraftHead | ContextHead | None = None
     """The target's head as the draft uses it."""
     exact: bool = False
-    """Whether a token's bits depend on its text alone, and not on what is computed beside it."""
+    """Whether a token's numbers have the same bits whatever is computed beside it."""
 
 
 def run_round(models: Models, rows: Slots, method: Method, sampled: bool) -> None:
-    """One round of the rows that are running and active; `rows.report` tells what they emitted.
+    """One round of the rows that are running and active; `rows.report` has what they emitted.
 
-    Where not `sampled`, all of them are greedy and have no repetition penalty.
+    If not `sampled`, all of them are greedy and have no repetition penalty.
     """
     tree = method.propose(models, rows, sampled)
     agree = models.target.agree
@@ -60,7 +60,7 @@ def run_round(models: Models, rows: Slots, method: Method, sampled: bool) -> Non
 
 
 def _agreed(target: Transformer, found: Accepted) -> Accepted:
-    """What all processes that share the target keep."""
+    """The same result in all processes that share the target."""
     return Accepted(target.agree(found.path), target.agree(found.num_accepted), target.agree(found.bonus))
 
 
@@ -100,9 +100,8 @@ def _finish_fused(models: Models, rows: Slots, method: Method, tree: TokenTree, 
 def forward_chain_or_tree(
     models: Models, rows: Slots, tree: TokenTree, behind: int = 0, sinks: int = 0, window: int | None = None
 ) -> Tensor:
-    """The target's hidden states [B, N, E] at the nodes of a tree that stands `behind` so many further
-    tokens past each row's prefix. With a window, of what comes before only the first `sinks` entries and the
-    last `window` ones are seen."""
+    """The target's hidden states [B, N, E] at the nodes of a tree that starts `behind` tokens after each
+    row's prefix. With a window, a node sees only the first `sinks` and the last `window` entries there."""
     target, pages = models.target, models.pages
     sees = tree.sees()
     nodes = torch.arange(tree.num_nodes, device=rows.lengths.device)
@@ -121,28 +120,28 @@ def forward_chain_or_tree(
 def choose_rows(
     models: Models, rows: Slots, logits: Tensor, positions: Tensor, sampled: bool, seen: Tensor
 ) -> Tensor:
-    """The choice of each row, int64 [B], by logits [B, V] for the tokens at `positions` [B]; `seen` [B, V]
-    are the tokens before them."""
+    """The choice of each row, int64 [B], from logits [B, V] for the tokens at `positions` [B]; `seen` [B, V]
+    marks the tokens before them."""
     if not models.fused:
         return choose(logits, rows.sampling, rows.seeds, positions, sampled, seen)
     from longspec.kernels.choose import choose_tokens
 
     sampling = replace(rows.sampling, seen=seen)
     tokens = choose_tokens(logits, sampling, rows.seeds, positions, sampled)
-    # Before a capture all of this runs without our kernels, and then no token is one.
+    # Clamped, because tokens are arbitrary while kernels are only compiled (`compile_for`).
     return tokens.clamp(0, logits.shape[1] - 1)
 
 
 def settle(
     pages: Pages, rows: Slots, tree: TokenTree, hidden: Tensor, found: Accepted, accumulate: bool
 ) -> None:
-    """Commit what was accepted in the rows that move, and note what follows from it. Asks nothing of the
-    host. With `accumulate`, the draft has not read what was emitted before."""
+    """Commit the accepted path of the rows that are running and active, and update their slots. Reads nothing
+    back to the host. With `accumulate`, the draft has not read the tokens of earlier rounds either."""
     moving, lengths = rows.running & rows.active, rows.lengths
     num_kept = (found.num_accepted + 1) * moving
     if not tree.is_chain:
         pages.commit(rows.tables, lengths, found.path, num_kept)
-    # The path without the root, then the bonus right behind each row's last accepted token.
+    # The path without the root, then the bonus right after each row's last accepted token.
     emitted = torch.cat((tree.tokens.gather(1, found.path)[:, 1:], found.bonus[:, None]), 1)
     emitted.scatter_(1, found.num_accepted[:, None], found.bonus[:, None])
     steps = torch.arange(emitted.shape[1], device=emitted.device)
@@ -157,23 +156,24 @@ def settle(
     hit = ((emitted[:, :, None] == rows.eos_ids[:, None]).any(-1) & real).any(-1)
     ended = moving & (hit | (lengths + num_kept + 1 >= rows.limits))
     rows.running.logical_and_(~ended)
-    # A round may run past a row's limit; there is room for its nodes only behind the limit itself.
+    # A round may run past a row's limit, but the next round's nodes must start at the limit at the latest.
     lengths.copy_(torch.where(moving, torch.minimum(lengths + num_kept, rows.limits - 1), lengths))
 
 
 def _note_text(rows: Slots, emitted: Tensor, real: Tensor) -> None:
-    """Write what was emitted [B, P], as far as it is `real`, behind the rows' texts, and mark it as seen."""
+    """Append the emitted tokens [B, P] that are `real` to the rows' texts, and mark them as seen."""
     steps = torch.arange(emitted.shape[1], device=emitted.device)
     places = rows.lengths[:, None] + 1 + steps
-    # The last column takes what nobody wants.
+    # The other tokens go to the last column, which is never read.
     places = torch.where(real & (places < rows.limits[:, None]), places, rows.text.shape[1] - 1)
     rows.text.scatter_(1, places, emitted)
-    # Behind a row's own tokens its root stands in, which was seen.
+    # In their place the root is marked, which is marked already.
     rows.sampling.seen.scatter_(1, torch.where(real, emitted, rows.roots[:, None]), True)
 
 
 def _logits_at(target: Transformer, hidden: Tensor) -> LogitsAt:
-    """The logits of a node per row: of small trees all at once, of larger ones where they are asked for."""
+    """The logits of one node per row: computed at once for all nodes of small trees, for larger ones when
+    asked."""
     rows = torch.arange(hidden.shape[0], device=hidden.device)
     if hidden.shape[1] <= _FEW_NODES:
         logits = target.logits(hidden)

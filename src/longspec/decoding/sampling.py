@@ -1,4 +1,4 @@
-"""How a token is to be chosen; `longspec.decoding.choose` does it."""
+"""The settings by which `longspec.decoding.choose` chooses tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Sampling:
     """
 
     temperature: float = option(0.0, "0 is greedy: the most probable token, whatever the other filters say")
-    top_k: int = option(0, "keep the so many most probable tokens; 0 keeps all")
+    top_k: int = option(0, "keep only this many of the most probable tokens; 0 keeps all")
     top_p: float = option(1.0, "keep the fewest tokens whose probabilities add up to this; 1 keeps all")
     min_p: float = option(0.0, "keep the tokens at least this fraction as probable as the best; 0 keeps all")
     repetition_penalty: float = option(
@@ -48,7 +48,7 @@ class Sampling:
     def from_generation_config(cls, values: Mapping[str, Any]) -> Sampling:
         """The settings of a Hugging Face generation config: greedy unless it asks to sample.
 
-        Its filters are kept even then, for a request that asks for a temperature alone.
+        A greedy config's filters are kept, for a request that sets only a temperature.
         """
         given = {
             field.name: values[field.name] for field in fields(cls) if values.get(field.name) is not None

@@ -12,8 +12,8 @@ from torch import Tensor
 class TokenTree:
     """Proposed tokens of B rows as nodes of a tree each. Node 0 is the root, the newest emitted token.
 
-    All rows have N nodes. A row with less to propose is filled up with arbitrary nodes: one that is not the
-    target's choice is rejected, and one that is the target's choice is right.
+    All rows have N nodes. A row with less to propose is filled up with arbitrary nodes. That is safe, because
+    a node is accepted only if it is the target's choice.
     """
 
     tokens: Tensor
@@ -21,16 +21,16 @@ class TokenTree:
     parents: Tensor
     """The parent of each node, int64 [B, N], always before its children; the root's is itself."""
     proposals: Tensor | None = None
-    """For `rejection`: the distribution that each node's children were drawn from, fp32 [B, N, V], drawn
-    without replacement in the nodes' order. None: each child was certain to be proposed."""
+    """For `rejection`: the distribution from which each node's children were drawn, without replacement, in
+    the nodes' order, fp32 [B, N, V]. None: each child was certain to be proposed."""
     is_chain: bool = False
-    """Whether each node is the only child of the one before, so that a path never has to be moved."""
+    """Whether each node is the only child of the one before, so that no path has to be moved."""
     shape: tuple[int, ...] | None = None
-    """Nodes per depth, where every node of a depth has the same number of children; else None."""
+    """Nodes per depth, if every node of a depth has the same number of children; otherwise None."""
 
     @classmethod
     def chain(cls, tokens: Tensor, proposals: Tensor | None = None) -> TokenTree:
-        """Each node the only child of the one before."""
+        """A tree in which each node is the only child of the one before."""
         if tokens.shape[1] == 1:
             return cls(tokens, torch.zeros_like(tokens), proposals, True)
         parents = (torch.arange(tokens.shape[1], device=tokens.device) - 1).clamp(min=0)
@@ -42,7 +42,7 @@ class TokenTree:
 
     @property
     def depth(self) -> int:
-        """An upper bound on the length of a path, the root not counted."""
+        """An upper bound on the length of a path, without the root."""
         return self.num_nodes - 1 if self.shape is None else len(self.shape)
 
     @property
@@ -61,7 +61,7 @@ class TokenTree:
         return ancestors(self.parents)
 
     def pruned(self, scores: Tensor, max_nodes: int) -> TokenTree:
-        """The `max_nodes` nodes of the best scores [B, N], the root among them.
+        """The `max_nodes` nodes with the best scores [B, N], and the root is one of them.
 
         No score may exceed its parent's, so that the best nodes are a tree again.
         """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from longspec.decoding.slots import Slots
     from longspec.decoding.tree import TokenTree
 
-# The most nodes of one round, the root counted. The engine keeps so much room behind every text.
+# The most nodes of one round, with the root. The engine keeps room for them after every text.
 MOST_NODES = 512
 
 
@@ -32,11 +32,11 @@ class MethodChoice:
     summary: ClassVar[str]
     """A few words for `--help`."""
     sized: ClassVar[tuple[str, ...]] = ()
-    """The options that `size` tells."""
+    """The options that are part of `size`."""
     _options: ClassVar[Mapping[str, Option]]
 
     def __init_subclass__(cls) -> None:
-        # A dataclass would write its own, and this one is asked for each row of each round.
+        # Keep the cached hash: a dataclass would write its own, and each row of each round asks for it.
         cls.__hash__ = MethodChoice.__hash__  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
@@ -58,17 +58,17 @@ class MethodChoice:
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the hash: it is another one in another process."""
+        """Without the hash, because it differs between processes."""
         return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     @property
     def size(self) -> str:
-        """The sizes in short, as in `seq:4`."""
+        """The short form of the sizes, such as 4 in `seq:4`."""
         return ""
 
     @classmethod
     def read_size(cls, size: str) -> dict[str, Any]:
-        """The options that a text of the form of `size` stands for."""
+        """The options that the short form `size` means."""
         raise UserError(f"method {cls.name!r} takes no size, and {size!r} was given")
 
     @cached_property
@@ -84,25 +84,25 @@ class MethodChoice:
 
 @dataclass(frozen=True)
 class Auto(MethodChoice):
-    """Have the engine pick the fastest method for each turn, by measurement; see `longspec.engine.auto`."""
+    """Let the engine pick the fastest method for each turn, by measurement; see `longspec.engine.auto`."""
 
     name = "auto"
     summary = "the fastest by measurement"
 
-    max_nodes: int | None = option(None, "verify no more than so many nodes", least=2)
+    max_nodes: int | None = option(None, "verify at most this many nodes", least=2)
 
 
 @dataclass(frozen=True)
 class Method(MethodChoice):
-    """A way to propose what the target may say next. Verifying, accepting and committing is the round's.
+    """A way to propose the next tokens. `longspec.decoding.round` verifies, accepts and commits them.
 
-    What a caller asks for and what the engine runs are of one class: `fit` makes the second of the first.
+    A caller's method and the method that runs have the same class: `fit` makes the second from the first.
     """
 
     source: ClassVar[Literal["draft", "lookup"] | None] = None
-    """What proposes the tokens: `auto` learns for each source how often a text accepts them."""
+    """Where the tokens come from. `auto` learns for each source how many of them a text accepts."""
     uses_draft: ClassVar[bool] = False
-    """Whether rounds read what was emitted into the draft's ring."""
+    """Whether the draft reads the emitted tokens in each round."""
 
     draws: bool = field(default=False, kw_only=True)
     """Whether nodes are drawn at random, for acceptance by rejection. Set by `fit`."""
@@ -111,7 +111,7 @@ class Method(MethodChoice):
 
     @property
     def num_nodes(self) -> int:
-        """The most nodes of a tree that it proposes, the root counted."""
+        """The most nodes of a tree that it proposes, with the root."""
         raise NotImplementedError
 
     @property
@@ -121,21 +121,21 @@ class Method(MethodChoice):
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Nodes per depth; None where that is not known beforehand, or nothing is proposed."""
+        """Nodes per depth; None if that is not known beforehand, or nothing is proposed."""
         return None
 
     @property
     def drafted_depth(self) -> int:
-        """How deep drafting goes; what is accepted deeper was looked up."""
+        """The depth of the drafted nodes; a token that is accepted deeper was looked up."""
         return 0 if self.source == "lookup" else len(self.shape or ())
 
     @property
     def num_drafted(self) -> int:
-        """Nodes that stand behind the draft's ring while a tree is drafted, the root counted."""
+        """Nodes that are written behind the draft's ring while a tree is drafted, with the root."""
         return 0
 
     def gain(self, acceptance: Mapping[str, Any]) -> float:
-        """Tokens that a round is expected to emit, by what was measured of the draft's acceptance (see
+        """Tokens that a round is expected to emit, from the draft's measured acceptance (see
         `longspec.decoding.expected`)."""
         return 1.0
 
@@ -143,31 +143,32 @@ class Method(MethodChoice):
     def candidates(
         cls, draft: DraftConfig | None, acceptance: Mapping[str, Any], fused: bool
     ) -> Iterable[Self]:
-        """What `auto` should time and consider, for a target with this draft; nothing by default."""
+        """The forms of the method that `auto` should time and consider, for a target with this draft; none by
+        default."""
         return ()
 
     def fit(self, models: Models, draws: bool = False, width: int = 0) -> Self:
-        """The method as it runs with these models: what they cannot do is refused, or left out.
+        """The method as it runs with these models: what they cannot do is refused or left out.
 
-        `draws` asks for nodes that are drawn at random, and `width` is the least to take for `self.width`.
+        `draws` asks for nodes that are drawn at random; `width` is the least value of `self.width`.
         """
         return self
 
     def in_full(self) -> Self:
-        """The method without what ends some of its rounds early. That is what is timed."""
+        """The method without options that end some rounds early. This form is timed."""
         return self
 
     def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
-        """A tree for every row, whose root is the row's newest token. Where not `sampled`, rows are greedy.
+        """A tree for every row, whose root is the row's newest token. If not `sampled`, all rows are greedy.
 
-        With `models.fused` it must ask nothing of the host and have fixed shapes, because it is captured.
+        With `models.fused` it must have fixed shapes and read nothing back to the host: it is captured then.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Chain(Method):
-    """A method that proposes one token after the other."""
+    """A method that proposes a chain of tokens."""
 
     sized = ("gamma",)
 

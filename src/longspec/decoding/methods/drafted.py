@@ -1,4 +1,4 @@
-"""What the methods that use the draft share."""
+"""The base class of the methods that use the draft."""
 
 from __future__ import annotations
 

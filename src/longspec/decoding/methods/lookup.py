@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the same few tokens before is proposed again. It needs no draft."""
+"""Prompt lookup: proposes what followed the same tokens earlier in the text. It needs no draft."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from longspec.decoding.slots import Slots
     from longspec.decoding.tree import TokenTree
 
-# What `auto` may use.
+# The chains that `auto` considers.
 GAMMAS = (2, 4, 7)
-# The chance that a looked-up token is accepted, where there is a match: the first, and each further one.
+# The chance that a looked-up token is accepted, if there is a match: the first, and each further one.
 FIRST_ACCEPTED, NEXT_ACCEPTED = 0.7, 0.85
 
 
 @register
 @dataclass(frozen=True)
 class Lookup(Chain):
-    """A chain from behind the newest earlier place that matches best."""
+    """The chain that follows the best match; of equal matches, the newest."""
 
     name = "lookup"
     summary = "what followed the same few tokens earlier in the text"
@@ -36,14 +36,14 @@ class Lookup(Chain):
     max_ngram: int = option(3, "longest run of tokens that is matched", least=1, most=16)
 
     def gain(self, acceptance: Mapping[str, Any]) -> float:
-        """Of a row that has a match."""
+        """For a row that has a match."""
         return 1 + sum(FIRST_ACCEPTED * NEXT_ACCEPTED**step for step in range(self.gamma))
 
     @classmethod
     def candidates(
         cls, draft: DraftConfig | None, acceptance: Mapping[str, Any], fused: bool
     ) -> Iterable[Lookup]:
-        """With a draft and fused rounds there is none, because trees look up as well."""
+        """None with a draft and fused rounds, because the draft's trees look up as well."""
         return [cls(gamma) for gamma in GAMMAS] if draft is None or not fused else []
 
     @property
@@ -52,14 +52,14 @@ class Lookup(Chain):
         return min(2, self.max_ngram), self.max_ngram
 
     def find(self, rows: Slots) -> tuple[Tensor, Tensor]:
-        """The longest matching run of each row, 0 where there is none, and what follows it: [B] each."""
+        """The longest matching run of each row, 0 if there is none, and where it continues: [B] each."""
         from longspec.decoding.lookup import find
 
         ends = rows.lengths + 1
         return find(rows.text[:, : int(ends.max())], ends, *self._runs)
 
     def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
-        """Where no row has a match, the plain form proposes nothing."""
+        """In plain rounds, nothing is proposed if no row has a match."""
         import torch
 
         from longspec.decoding.lookup import graft
@@ -73,7 +73,7 @@ class Lookup(Chain):
             return root
         scores = torch.zeros(root.tokens.shape, device=root.tokens.device)
         tree, _ = graft(root, scores, rows.text, rows.lengths + 1, self.gamma, found)
-        # A row with a match has a chain, and one without has at most its first node accepted.
+        # A row with a match has a chain. A row without one has at most its first node accepted.
         return replace(tree, is_chain=True)
 
     def _propose_fused(self, rows: Slots) -> TokenTree:

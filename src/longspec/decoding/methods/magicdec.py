@@ -1,4 +1,4 @@
-"""MagicDec: the target drafts for itself, looking only at the beginning and the end of its own KV."""
+"""MagicDec: the target drafts for itself and reads only the beginning and the end of its own KV."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True)
 class MagicDec(Chain):
-    """A chain whose tokens' KV goes behind the prefix, where verification overwrites it.
+    """A chain. The KV of its tokens is written after the prefix, where verification overwrites it.
 
-    With a window as long as the context, the draft is the target, and everything is accepted.
+    With a window as long as the context, drafting computes what the target computes, and all is accepted.
     """
 
     name = "magicdec"
@@ -68,7 +68,7 @@ class MagicDec(Chain):
 
 
 def _draw(q: Tensor, seeds: Tensor, positions: Tensor, node: int) -> Tensor:
-    """One token of each row's distribution, int64 [B]."""
+    """One token drawn from each row's distribution, int64 [B]."""
     import torch
 
     from longspec.decoding.rejection import draw_children

@@ -1,4 +1,4 @@
-"""Methods by name: every method file registers its class here."""
+"""The methods by name. Every method file registers its class here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MethodClass = TypeVar("MethodClass", bound=type[Method])
 
 
 def register(cls: MethodClass) -> MethodClass:
-    """Make a method known by its name: to `generate`, to the command line's flags and to the benchmarks.
+    """Make a method known by name to `generate`, to the command line and to the benchmarks.
 
     A class decorator, above `@dataclass(frozen=True)`.
     """
@@ -38,7 +38,7 @@ def methods() -> Mapping[str, type[Method]]:
 
 
 def choices() -> Mapping[str, type[MethodChoice]]:
-    """What a caller may choose: `auto`, and all methods."""
+    """The choices of a caller: `auto` and all methods."""
     return {Auto.name: Auto, **_METHODS}
 
 
@@ -56,7 +56,7 @@ def all_options() -> dict[str, tuple[Option, list[str]]]:
 
 
 def choose_method(name: str, options: Mapping[str, Any]) -> MethodChoice:
-    """A method with these options; one that the method does not have is refused."""
+    """A method with these options. An option that the method does not have is refused."""
     cls = find(name)
     own = cls.options()
     for given in options:
@@ -68,9 +68,9 @@ def choose_method(name: str, options: Mapping[str, Any]) -> MethodChoice:
 
 
 def read_label(label: str) -> MethodChoice:
-    """A method written in one word: `lookup:6`, `tree:8x32x32@64+12`, `magicdec:4:window=256`.
+    """The method that a label means: `lookup:6`, `tree:8x32x32@64+12`, `magicdec:4:window=256`.
 
-    Behind the name come a size, in the method's own short form, and options by name.
+    After the name come a size, in the method's own short form, and options by name.
     """
     name, *parts = label.split(":")
     cls = find(name)

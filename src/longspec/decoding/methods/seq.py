@@ -1,4 +1,4 @@
-"""The draft's chain: each round drafts gamma tokens, one after the other."""
+"""The draft's chain: each round drafts gamma tokens one after the other."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from longspec.config import DraftConfig
     from longspec.decoding.round import Models
 
-# What `auto` may use, and the doubt that ends such a chain: a pass of the draft is saved.
+# The chains that `auto` considers, and the confidence below which they end, to save a pass of the draft.
 GAMMAS, MIN_CONFIDENCE = (1, 2, 3, 4, 6), 0.2
 
 
 @register
 @dataclass(frozen=True)
 class Seq(Chain, Drafted):
-    """With `min_confidence` a chain ends behind the first token to which the draft gives less.
+    """With `min_confidence`, a chain ends after the first token to which the draft gives a lower probability.
 
-    What would follow is hardly ever accepted. The doubted token stays, because it is drafted already, and
-    because leaving out what was drawn would bias the draw.
+    Later tokens would hardly ever be accepted. The doubted token stays, because it is drafted already, and
+    because dropping a drawn token would bias the draw.
     """
 
     name = "seq"
     summary = "the draft's chain"
 
     min_confidence: float = option(
-        0.0, "end the chain behind a token to which the draft gives less; 0 never does", least=0, most=1
+        0.0, "end the chain after a token with a lower probability; 0: never", least=0, most=1
     )
 
     def gain(self, acceptance: Mapping[str, Any]) -> float:
@@ -43,7 +43,7 @@ class Seq(Chain, Drafted):
     def candidates(
         cls, draft: DraftConfig | None, acceptance: Mapping[str, Any], fused: bool
     ) -> Iterable[Seq]:
-        """Only where rounds are plain: where they are fused, a chain costs hardly less than a small tree."""
+        """Only for plain rounds, because in fused ones a chain costs hardly less than a small tree."""
         deepest = 0 if draft is None or fused else draft.max_lag
         return [cls(gamma, min_confidence=MIN_CONFIDENCE) for gamma in GAMMAS if gamma <= deepest]
 
@@ -52,6 +52,6 @@ class Seq(Chain, Drafted):
 
     def fit(self, models: Models, draws: bool = False, width: int = 0) -> Self:
         self.check_draft(models)
-        # A fused round does not tell the host what was drafted, so nothing can end it early.
+        # The host does not see what a fused round drafts, so it cannot end the round early.
         confidence = 0.0 if models.fused else self.min_confidence
         return replace(self, min_confidence=confidence, draws=draws, width=max(width, self.depth + 1))

@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from longspec.config import DraftConfig
     from longspec.decoding.round import Models
 
-# What `auto` may use, by nodes, and how deep: a larger tree has more to gain from depth.
+# The trees that `auto` considers: nodes, and depth. A larger tree gains more from depth.
 TREES = {8: 4, 16: 5, 32: 6, 64: 8}
-# Where rounds are plain (on a CPU) each node costs time; where they are fused, 64 of them fill one tile.
+# In plain rounds (on a CPU) each node costs time; in fused rounds 64 nodes fill one tile of the kernels.
 MOST_NODES_PLAIN = 16
-# Where rounds are fused, trees of `auto` look up so many tokens as well.
+# In fused rounds, the trees of `auto` also look up this many tokens.
 NUM_LOOKUP = 12
-# The chance that all nodes of a depth are wrong falls with their number to this power: 0.22 to 0.38 in drafts
-# of SmolLM2 whose chains of 4 and trees of 64 nodes were both measured.
+# The chance that all nodes of a depth are wrong is that of a chain's node, divided by their number to this
+# power. Measured with drafts of SmolLM2, chains of 4 and trees of 64 nodes: 0.22 to 0.38.
 BRANCHING = 0.3
 
 
 @register
 @dataclass(frozen=True)
 class Tree(Drafted):
-    """Of each level the best nodes are kept, by cumulative log-probability.
+    """Each level keeps the nodes with the best cumulative log-probability.
 
     For acceptance by rejection (`draws`) that would bias the draw. There each node gets the same number of
     children, and nothing is pruned or looked up.
@@ -45,9 +45,9 @@ class Tree(Drafted):
     sized = ("tree_shape", "max_nodes", "num_lookup")
 
     tree_shape: tuple[int, ...] = option(DEFAULT_TREE, "nodes per depth", least=1)
-    max_nodes: int | None = option(None, "verify only the best so many nodes, the root counted", least=2)
+    max_nodes: int | None = option(None, "verify only this many of the best nodes, with the root", least=2)
     num_lookup: int = option(
-        0, "add a branch of so many tokens from where the text said the same before", least=0, most=64
+        0, "add a branch of up to this many tokens that followed the same words earlier", least=0, most=64
     )
 
     def __post_init__(self) -> None:
@@ -101,14 +101,14 @@ class Tree(Drafted):
             fitted = replace(self, tree_shape=shape, max_nodes=None, num_lookup=0, draws=True)
         else:
             assert models.draft is not None
-            # No more than the ring takes in at once.
+            # The ring takes in at most this many tokens at once.
             fitted = replace(self, num_lookup=min(self.num_lookup, models.draft.config.window - 1))
             if fitted.num_nodes == fitted.num_drafted + fitted.num_lookup:
                 fitted = replace(fitted, max_nodes=None)
         return replace(fitted, width=max(width, fitted.depth + 1))
 
     def gain(self, acceptance: Mapping[str, Any]) -> float:
-        """What is looked up is not counted."""
+        """Looked-up tokens do not count."""
         measured = self._measured(acceptance.get("trees", {}))
         if measured is not None:
             return 1 + sum(measured)
@@ -117,8 +117,8 @@ class Tree(Drafted):
         return chain_gain([1 - (1 - rate) * factor for rate in rates])
 
     def _measured(self, trees: Mapping[str, Sequence[float]]) -> Sequence[float] | None:
-        """Acceptance by depth of the tree itself, or of a deeper one that begins like it and keeps as many
-        nodes."""
+        """The measured acceptance by depth of this tree, or of a deeper tree with the same first levels and
+        the same number of nodes."""
         depth = len(self.tree_shape)
         for key, accepted in trees.items():
             other = Tree.from_key(key)
@@ -128,8 +128,8 @@ class Tree(Drafted):
 
     @property
     def key(self) -> str:
-        """The tree in a draft's table of acceptance: its shape, and the nodes kept of it where not all are,
-        as in "4,16,16/32"."""
+        """The tree's name in a draft's table of acceptance: its shape, and the number of nodes that are kept
+        if not all are, as in "4,16,16/32"."""
         kept = "" if self.num_nodes > sum(self.tree_shape) else f"/{self.num_nodes}"
         return ",".join(map(str, self.tree_shape)) + kept
 
@@ -141,14 +141,14 @@ class Tree(Drafted):
 
     @property
     def _spread(self) -> float:
-        """Drafted nodes per depth, of those that are verified."""
+        """Verified drafted nodes per depth."""
         return (replace(self, num_lookup=0).num_nodes - 1) / len(self.tree_shape)
 
     @classmethod
     def candidates(
         cls, draft: DraftConfig | None, acceptance: Mapping[str, Any], fused: bool
     ) -> Iterable[Tree]:
-        """The trees that were measured with the draft, and for other numbers of nodes the usual ones."""
+        """The trees that were measured with the draft, and the usual trees for other numbers of nodes."""
         if draft is None:
             return
         deepest = draft.max_lag
@@ -161,13 +161,13 @@ class Tree(Drafted):
 
 
 def _usual(nodes: int, depth: int) -> Tree:
-    """The best so many nodes of a tree that is drafted wider."""
+    """The best `nodes` nodes of a wider drafted tree."""
     widths = tuple(min(4 if level == 0 else 16, nodes // 2) for level in range(depth))
     return Tree(widths, nodes)
 
 
 def _drawn_shape(wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """The nodes per depth where each node has the same number of children, at least one."""
+    """The nodes per depth if each node has the same number of children, at least one."""
     widths = [1]
     for width in wanted:
         widths.append(widths[-1] * max(1, width // widths[-1]))
@@ -175,7 +175,7 @@ def _drawn_shape(wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _branching(acceptance: Mapping[str, Any]) -> float:
-    """The power of `BRANCHING`, of this draft where its trees tell."""
+    """The power that `BRANCHING` assumes, from this draft's own measurements if there are any."""
     found = []
     for key, accepted in acceptance.get("trees", {}).items():
         spread = Tree.from_key(key)._spread

@@ -1,4 +1,4 @@
-"""Vanilla decoding: nothing is proposed, and each round emits the target's next choice."""
+"""Vanilla decoding: nothing is proposed; each round emits the target's next choice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True)
 class Vanilla(Method):
-    """A tree of the root alone."""
+    """A tree with only the root."""
 
     name = "vanilla"
     summary = "the target alone"

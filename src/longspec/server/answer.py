@@ -1,4 +1,4 @@
-"""One request as it is answered: its sequences, what they have said, and how OpenAI writes that down."""
+"""One request while it is answered: its sequences, their tokens, and the form that OpenAI gives them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Choice:
         self.index, self.number, self.row, self._text = index, number, row, text
         self._by_token = asked.explain or bool(asked.stop)
         self._pieces: list[str] = []
-        """The text of each token, where tokens are looked at one by one."""
+        """The text of each token, if the request needs tokens one by one."""
         self._num_told = self._num_given = 0
         self.num_spelled = 0
-        """Characters of the tokens whose logprobs were told."""
+        """Characters of the tokens whose logprobs were sent."""
         self.is_told = False
-        """Whether the end was among the news."""
+        """Whether the end was part of the news."""
 
     @property
     def finish_reason(self) -> str | None:
@@ -40,7 +40,7 @@ class Choice:
         return {"eos": "stop"}.get(reason, reason) if (reason := self.row.finish_reason) else None
 
     def news(self) -> Piece | None:
-        """What has come since the last call; None where that is nothing."""
+        """What has come since the last call; None if nothing has."""
         row = self.row
         is_final, known = row.end is not None, len(row.tokens)
         if self.is_told:
@@ -56,13 +56,14 @@ class Choice:
         return Piece(text, first, known, self.finish_reason)
 
     def origins(self, news: Piece) -> list[dict[str, Any]]:
-        """How each of the new tokens came. Together their texts are the new text."""
+        """The text of each new token, and how it came. Together the texts are the new text."""
         row = self.row
         told = [
             {"text": self._pieces[place], "depth": row.depths[place], "copied": row.copied[place]}
             for place in range(news.first, news.known)
         ]
-        # What the last tokens left undecided comes at the end of the answer.
+        # Characters that were held back, because they could begin a stop string or be half a character, come
+        # at the end of the answer.
         rest = news.text[sum(len(self._pieces[place]) for place in range(news.first, news.known)) :]
         return [*told, {"text": rest, "depth": 0, "copied": False}] if rest else told
 
@@ -73,7 +74,7 @@ class Piece:
 
     text: str
     first: int
-    """The tokens from here, to `known`, are new."""
+    """The new tokens are those from `first` up to `known`."""
     known: int
     finish_reason: str | None
 
@@ -120,8 +121,8 @@ class Answer:
         return self._head(kind) | {"choices": choices, "usage": self.usage(), "metrics": self.metrics()}
 
     def events(self) -> bytes:
-        """What has come since the last call, as events of a stream. The first time a chat's roles come
-        before it."""
+        """What has come since the last call, as events of a stream. The first events of a chat have its
+        roles."""
         tells_tokens = self.asked.explain or self.asked.num_logprobs is not None
         found = [(choice, news) for choice in self.choices if (news := choice.news()) is not None]
         found = [one for one in found if one[1].text or tells_tokens or one[1].finish_reason]
@@ -147,7 +148,7 @@ class Answer:
         return b"".join(events)
 
     def last_events(self) -> bytes:
-        """The end of a stream, with its usage where the client wants to know that."""
+        """The end of a stream, with the usage if the client asked for it."""
         usage = self._event([], usage=self.usage()) if self._options.include_usage else b""
         return usage + b"data: [DONE]\n\n"
 
@@ -160,7 +161,7 @@ class Answer:
 
     @cached_property
     def _event_head(self) -> bytes:
-        """What all events of a stream begin with, encoded once."""
+        """The beginning of all events of a stream, encoded once."""
         head = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
         return b"data: " + to_json(head)[:-1] + b","
 
@@ -175,7 +176,7 @@ class Answer:
         }
 
     def usage(self) -> dict[str, Any]:
-        """Tokens; a prompt that is answered n times counts once."""
+        """Numbers of tokens; a prompt that is answered n times counts once."""
         rows = [choice.row for choice in self.choices]
         prompts = rows[:: self.asked.n]
         num_prompt = sum(row.prompt_tokens for row in prompts)
@@ -189,14 +190,14 @@ class Answer:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """How speculation went, over all choices, under vLLM's names."""
+        """The counts of speculation over all choices, under vLLM's names."""
         found = Speculation()
         for choice in self.choices:
             found.add(choice.row)
         return {"speculative_decoding": found.told()}
 
     def _logprobs(self, choice: Choice, news: Piece) -> dict[str, Any] | None:
-        """In the form of a chat or of a plain completion; the token that ends an answer is not part of it."""
+        """The logprobs in the form of a chat or of a completion, without the eos token."""
         row = choice.row
         if row.num_logprobs is None:
             return None
@@ -226,7 +227,7 @@ class Answer:
 
 
 class Speculation:
-    """Counts over rounds that proposed something."""
+    """Counts over rounds that proposed tokens."""
 
     def __init__(self) -> None:
         self.num_steps = self.num_drafted = self.num_accepted = 0
@@ -239,7 +240,7 @@ class Speculation:
         self.num_steps += row.end.num_steps
         self.num_drafted += row.end.num_drafted
         counts = Counter(row.depths)
-        del counts[0]  # what came from the target itself
+        del counts[0]  # the target's own tokens
         self.num_accepted += counts.total()
         self.by_depth.update(counts)
 

@@ -1,4 +1,4 @@
-"""The routes: what comes in over HTTP is checked here, and what goes out is written here."""
+"""The routes of the server: they check requests and write responses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from longspec.server.schema import Asked, ChatRequest, CompletionRequest
 from longspec.server.service import Service
 
 _LOG = logging.getLogger("longspec.server")
-# The page runs its own script and talks to its own server, and nothing else.
+# The page may run only its own script and talk only to its own server.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -39,13 +39,13 @@ _PAGE = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-# Seconds in which a client that reads nothing is told why its answer ends.
+# Seconds for sending an error to a client that may not read.
 _LAST_WORDS = 2.0
 
 
 def make_app(service: Service, api_keys: Sequence[str], on_lost: Callable[[], None]) -> Starlette:
-    """All of the server; without keys everyone who reaches it is answered. `on_lost` is called when the
-    engine's process is gone."""
+    """The whole server. Without keys, every client is answered. `on_lost` is called when the engine's process
+    is gone."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -109,7 +109,7 @@ class _Front:
         return await self._answer(request, CompletionRequest)
 
     async def health(self, _: Request) -> Response:
-        """Whether requests are answered; the last failure of the engine counts until it answers again."""
+        """Whether requests are answered. After a failure of the engine: not until an answer succeeds."""
         is_well = not (self._service.is_failing or self._service.link.is_lost)
         return _json(
             {"status": "ok" if is_well else "failing", "version": __version__}, 200 if is_well else 503
@@ -125,21 +125,21 @@ class _Front:
         return _json(error.body(), error.status, error.headers)
 
     async def tell_http_error(self, request: Request, error: Exception) -> Response:
-        """A path or a method that is not there."""
+        """Answer a request for a path or a method that does not exist."""
         assert isinstance(error, HTTPException)
         known = error.status_code < 500
         message = f"there is no {request.method} {request.url.path[:100]}" if known else error.detail
         return await self.tell_error(request, ApiError(error.status_code, message, "unknown_url"))
 
     async def tell_fault(self, request: Request, _: Exception) -> Response:
-        """A mistake of ours; the log has the details."""
-        return await self.tell_error(request, ApiError(500, "the server made a mistake", "internal_error"))
+        """Answer a request that hit a bug; the log has the details."""
+        return await self.tell_error(request, _fault())
 
     def _authorise(self, request: Request) -> None:
         if not self._api_keys:
             return
         kind, _, given = request.headers.get("authorization", "").partition(" ")
-        # All keys are compared, each in constant time, so that time tells nothing.
+        # Compare with all keys, each in constant time, so that the time says nothing about them.
         matches = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._api_keys]
         if kind.lower() != "bearer" or not any(matches):
             raise ApiError(
@@ -149,7 +149,7 @@ class _Front:
 
     async def _answer(self, request: Request, schema: type[Asked]) -> Response:
         self._authorise(request)
-        # Other types can be sent by any web page without asking; see CORS, "simple requests".
+        # Any web page may send other types without permission (CORS, "simple requests").
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "the body must be JSON: Content-Type: application/json", "unsupported_type")
         body = await self._read(request)
@@ -176,7 +176,7 @@ class _Front:
 
 
 class _Answering(Response):
-    """Answers while it is sent, and gives up as soon as the client is gone."""
+    """A response that is computed while it is sent, and stops as soon as the client is gone."""
 
     def __init__(self, service: Service, asked: Asked) -> None:
         super().__init__()
@@ -197,12 +197,10 @@ class _Answering(Response):
             await self._refuse(scope, receive, send, fault)
         elif isinstance(fault, Exception):
             _LOG.error("an answer failed", exc_info=fault)
-            await self._refuse(
-                scope, receive, send, ApiError(500, "the server made a mistake", "internal_error")
-            )
+            await self._refuse(scope, receive, send, _fault())
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
-        """Tell what went wrong: by a status, or, in a stream, by an event."""
+        """Send an error: as a status, or as an event if a stream has begun."""
         self._service.metrics.note_refused(error.status)
         if not self._is_started:
             await _json(error.body(), error.status, error.headers)(scope, receive, send)
@@ -252,8 +250,12 @@ class _Answering(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
+def _fault() -> ApiError:
+    return ApiError(500, "the server made a mistake", "internal_error")
+
+
 def _check(answer: Answer) -> None:
-    """Raise what kept the engine from answering."""
+    """Raise an error if the engine could not answer."""
     end = answer.error
     if end is not None and end.is_users_fault:
         raise ApiError(400, end.error or "", "invalid_value")

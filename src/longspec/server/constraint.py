@@ -1,4 +1,4 @@
-"""Answers that must be JSON: llguidance tells which tokens may come next."""
+"""Answers that must be JSON: llguidance says which tokens may come next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from longspec.server.schema import ResponseFormat
 
 
 class Grammars:
-    """Makes constraints for a tokenizer; what it needs for that is made once, on first use."""
+    """Makes constraints for a tokenizer. llguidance's form of the tokenizer is made once, at first use."""
 
     def __init__(self, maker: SequenceMaker) -> None:
         self._maker = maker
@@ -31,12 +31,13 @@ class Grammars:
             raise UserError(f"llguidance cannot use this tokenizer: {error}") from error
 
     def prepare(self) -> None:
-        """Do now what takes a second; where it cannot be done, a request that needs it is told."""
+        """Make the tokenizer now, because that takes a second. If it cannot be made, requests that need it
+        are refused later."""
         with contextlib.suppress(UserError):
             _ = self.tokenizer
 
     def grammar(self, wanted: ResponseFormat) -> str:
-        """A format as a grammar that was found to be usable."""
+        """The grammar of a format; refuses one that cannot be used."""
         schema: Any = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
         grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(schema))
         fault = LLMatcher.validate_grammar(grammar, self.tokenizer)
@@ -49,7 +50,7 @@ class Grammars:
 
 
 class JsonConstraint:
-    """The state of one answer; see `longspec.engine.sequence.Constraint`."""
+    """The constraint of one answer; see `longspec.engine.sequence.Constraint`."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher, self._num_taken = matcher, 0

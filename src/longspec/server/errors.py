@@ -1,4 +1,4 @@
-"""What a client is told when its request cannot be answered, in OpenAI's form."""
+"""Errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 
 class ApiError(Exception):
-    """A status and what goes into the body."""
+    """The status and the body of an error response."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unsupport
 
 
 def refused(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a request."""
+    """The error response for a bad request; it names the first fault."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     kind, message = first["type"], first["msg"].removeprefix("Value error, ")
-    # Where a field has several types, their names stand in the place as well.
+    # For a field with several types, the location also has the types' names.
     place = [str(part) for part in first["loc"] if part != "str" and not str(part).startswith("list[")]
     param = ".".join(place) or None
     if kind == "json_invalid":

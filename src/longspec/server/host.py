@@ -1,4 +1,4 @@
-"""The engine's side of a server: takes sequences from the front, and tells it what they say."""
+"""The engine's side of a server: takes sequences from the front and sends it their tokens."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from longspec.text import TextStream
 
 
 class Host:
-    """Answers a front for as long as it is there."""
+    """Answers the front's requests until the front closes the link."""
 
     def __init__(self, model: LongSpec, link: socket.socket) -> None:
         self._model, self._engine, self._link = model, model.engine, link
         self._grammars = Grammars(model.maker)
         self._sequences: dict[int, Sequence] = {}
-        """Those that have not ended, by the front's numbers; the reading thread adds, the leading removes."""
+        """Sequences that have not ended, by the front's numbers. The thread that reads the link adds them,
+        the thread that leads the engine removes them."""
         self._num_told: dict[int, int] = {}
         self._changed: dict[int, Sequence] = {}
-        """Those that have news; only the leading thread looks at it."""
+        """Sequences that have news; only the leading thread uses it."""
         self._outbox: SimpleQueue[Message | None] = SimpleQueue()
 
     def serve(self) -> None:
-        """Until the front closes the link."""
+        """Answer requests until the front closes the link."""
         model = self._model
         facts = Facts(
             model.name,
@@ -42,7 +43,7 @@ class Host:
             self._engine.scheduler.max_rows,
             model.maker,
         )
-        with contextlib.suppress(BrokenPipeError):  # the front is gone: there is nothing to read either
+        with contextlib.suppress(BrokenPipeError):  # the front is gone: the loop below ends at once
             send(self._link, facts)
         self._grammars.prepare()
         sender = threading.Thread(target=self._send_all, name="longspec-sender", daemon=True)
@@ -92,11 +93,11 @@ class Host:
         self._changed[number] = sequence
 
     def _tell(self) -> None:
-        """Hand over what a turn has brought; by the thread that leads."""
+        """Send the news of a turn; called by the thread that leads."""
         try:
             self._engine.check()
         except OSError:
-            # Tell those who wait, and end.
+            # A rank is lost: end `serve`, which then raises.
             self._link.shutdown(socket.SHUT_RD)
         if not self._changed:
             return
@@ -136,7 +137,7 @@ class Host:
         )
 
     def _send_all(self) -> None:
-        """Send what is in the outbox; pickling takes time that the leading thread does not have."""
-        with contextlib.suppress(OSError):  # the front is gone, which whoever reads sees as well
+        """Send what is in the outbox, in its own thread, because pickling would delay the leading one."""
+        with contextlib.suppress(OSError):  # the front is gone, and the thread that reads sees that too
             while (message := self._outbox.get()) is not None:
                 send(self._link, message)

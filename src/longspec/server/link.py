@@ -1,25 +1,33 @@
-"""The front's side: rows that fill up on the event loop while the engine answers them."""
+"""The front's side of the link to the engine: rows that fill up while the engine answers them."""
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
 from itertools import count
 
 from longspec.engine.sequence import Sequence
-from longspec.server.wire import Ask, AskStatus, Cancel, End, Message, News, Row, Status, framed
+from longspec.server.wire import (
+    Ask,
+    AskStatus,
+    Cancel,
+    End,
+    Message,
+    News,
+    Row,
+    Status,
+    framed,
+    receive_async,
+)
 
-_SIZE = struct.Struct("!Q")
 _LOST = End("closed", "EngineLost")
 
 
 class Link:
-    """Asks the engine; all of it on one event loop."""
+    """Sends requests to the engine and receives its news, on one event loop."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -34,7 +42,7 @@ class Link:
         return len(self._open)
 
     async def connect(self, on_lost: Callable[[], None]) -> None:
-        """Begin; `on_lost` is called when the engine's process is gone."""
+        """Start reading; `on_lost` is called when the engine's process is gone."""
         reader, self._writer = await asyncio.open_connection(sock=self._sock, limit=1 << 20)
         self._on_lost = on_lost
         self._task = asyncio.create_task(self._read(reader))
@@ -50,7 +58,7 @@ class Link:
         grammar: str | None,
         on_news: Callable[[Row], None],
     ) -> list[tuple[int, Row]]:
-        """Have sequences answered; `on_news` is called for a row that has something new."""
+        """Ask for answers to sequences; `on_news` is called with a row that has news."""
         rows = []
         for sequence in sequences:
             row = Row(len(sequence.prompt), sequence.seed, sequence.num_logprobs)
@@ -81,8 +89,7 @@ class Link:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                (size,) = _SIZE.unpack(await reader.readexactly(_SIZE.size))
-                self._take(pickle.loads(await reader.readexactly(size)))
+                self._take(await receive_async(reader))
         except (asyncio.IncompleteReadError, ConnectionError):
             self._lose()
 
@@ -95,7 +102,7 @@ class Link:
         now = time.perf_counter()
         for number, tokens, depths, copied, logprobs, end in message.rows:
             if number not in self._open:
-                continue  # it was given up
+                continue  # the front has cancelled it
             row, on_news = self._open[number]
             row.tokens += tokens
             row.depths += depths

@@ -1,4 +1,4 @@
-"""What /metrics tells, under the names that dashboards for vLLM know, with our prefix."""
+"""The figures of /metrics, under vLLM's names with our prefix, so that its dashboards can be used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHORT = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.125, 0.25, 
 
 
 class Metrics:
-    """Counts over all requests, and what the engine tells of itself when it is asked."""
+    """Counts over all requests, and the engine's own figures."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -50,10 +50,10 @@ class Metrics:
         )
         self._whole = histogram("e2e_request_latency_seconds", "From arrival to the end.")
         self.mean_seconds = 1.0
-        """Of recent requests."""
+        """A moving average over recent requests."""
 
     def note(self, answer: Answer) -> None:
-        """Count an answer that has ended, by itself or because its client left."""
+        """Count an answer that is complete, or whose client has left."""
         found = Speculation()
         for choice in answer.choices:
             row = choice.row
@@ -78,7 +78,7 @@ class Metrics:
         self._refused.labels(self._name, str(status)).inc()
 
     def told(self, status: Status) -> bytes:
-        """Prometheus's text form; `status` is how the engine is now."""
+        """All figures in Prometheus's text form; `status` is the engine's state now."""
         self._engine.status = status
         return generate_latest(self.registry)
 

@@ -1,20 +1,20 @@
-"""How often streams are written to, when there are many of them."""
+"""How often the server writes to streams when there are many of them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-# Seconds of rest for each second of writing, and at most: what took longer was not the streams' doing.
+# Seconds of rest for each second of writing, and the longest rest: longer writes have another cause.
 _REST, _LONGEST_REST = 3.0, 0.1
 
 
 class Pacer:
-    """Wakes streams that have news: all at once, and then none for three times as long as that took.
+    """Wakes all streams that have news at once, and then none for three times as long as writing took.
 
-    With few streams that is no time at all. With many of them, what came meanwhile goes out as one event, and
-    most of the event loop's time is left for new requests. Otherwise those would wait for their first tokens,
-    because streams take all the time that there is: the more often they are written to, the less each brings.
+    With few streams the rest is very short. With many, the tokens that came meanwhile go out as one event, so
+    that most of the event loop's time is left for new requests. Without the rest, streams would take all of
+    the loop's time, in smaller and smaller events, and new requests would wait for their first tokens.
     """
 
     def __init__(self) -> None:
@@ -32,8 +32,8 @@ class Pacer:
         for stream in self._waiting:
             stream.set()
         self._waiting.clear()
-        # The loop calls in order, so this comes when each of them has had its turn. Its own clock may stand
-        # still in between.
+        # The event loop calls in order, so `_rest` runs when each stream has been written. The loop's own
+        # clock may not advance in between.
         asyncio.get_running_loop().call_soon(self._rest, time.perf_counter())
 
     def _rest(self, begun: float) -> None:

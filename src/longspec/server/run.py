@@ -1,4 +1,4 @@
-"""The two processes of a server: this one leads the engine, and another one, the front, talks HTTP."""
+"""The two processes of a server: one leads the engine, and the other one, the front, talks HTTP."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from longspec.server.wire import Facts, receive
 _CURL = """\
   curl {address}/v1/chat/completions -H "Content-Type: application/json"{key} \\
     -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'"""
-# Connections that may wait to be taken on.
+# Connections that may wait to be accepted.
 _BACKLOG = 2048
-# Bytes of a request before its body, and of what comes with them.
+# The most bytes of a request's head, with the part of the body that comes with it.
 _MOST_HEAD = 1_000_000
-# Seconds that a connection may be idle: longer than clients and proxies keep theirs, so that none of them
-# sends a request while it is being closed here.
+# Seconds that a connection may be idle: longer than clients and proxies keep theirs, so that the server never
+# closes a connection while a client sends a request.
 _KEEP_ALIVE = 75
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that is ours and does not listen yet: an address that is taken is told before a long load."""
-    if not 0 <= port < 2**16:  # getaddrinfo would take the rest of a division
+    """A bound socket that does not listen yet, so that a used address is refused before a long load."""
+    if not 0 <= port < 2**16:  # getaddrinfo would take the port modulo 2**16
         raise UserError(f"cannot listen at port {shown(port)}; it must lie between 0 and {2**16 - 1}")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -71,18 +71,18 @@ def read_api_keys(path: str) -> list[str]:
 
 @dataclass(frozen=True)
 class FrontOptions:
-    """How the front serves."""
+    """The settings of the front."""
 
     limits: Limits = field(default_factory=Limits)
     api_keys: tuple[str, ...] = ()
     method: dict[str, Any] = field(default_factory=dict)
     """Options of the method, for requests that name none."""
     grace_seconds: int = 30
-    """At the end, time for the answers that are under way."""
+    """At shutdown, the time for running answers to finish."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Refuses a request whose head does not end; uvicorn would keep all of it."""
+    """Refuses a request whose head is too long; uvicorn would keep all of it."""
 
     _head_size = 0
     _is_in_head = False
@@ -103,7 +103,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class FrontServer(uvicorn.Server):
-    """Listens, says so, and ends when it is told to or the engine's process is gone."""
+    """Listens, calls `on_ready`, and ends at a signal or when the engine's process is gone."""
 
     def __init__(self, service: Service, options: FrontOptions, on_ready: Callable[[], None]) -> None:
         self._on_ready = on_ready
@@ -111,7 +111,7 @@ class FrontServer(uvicorn.Server):
             uvicorn.Config(
                 make_app(service, options.api_keys, self.end),
                 http=BoundedProtocol,
-                log_level="error",  # a malformed request is the client's affair
+                log_level="error",  # malformed requests are not logged
                 access_log=False,
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE,
@@ -122,7 +122,7 @@ class FrontServer(uvicorn.Server):
         )
 
     def end(self) -> None:
-        """Take nobody new on, and end when those who are being answered have their answers."""
+        """Accept no more requests, and end when the running ones are answered."""
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -132,13 +132,13 @@ class FrontServer(uvicorn.Server):
 
 
 def run_front(link: socket.socket, listener: socket.socket, options: FrontOptions) -> None:
-    """The process that talks HTTP. It is told of the model when that is loaded."""
-    # Ctrl-C reaches both processes; until it listens, the other one sees to it.
+    """The process that talks HTTP. It waits for the facts of the model, which come when it is loaded."""
+    # Ctrl-C reaches both processes; until this one listens, the other one handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     facts = receive(link)
     if facts is None:
-        return  # there is no model after all
-    # The thread that tokenises a prompt waits for the event loop's several times; by default 5 ms each.
+        return  # the model could not be loaded
+    # A thread that tokenises a prompt waits several times for the event loop's thread, by default 5 ms each.
     sys.setswitchinterval(0.0005)
     service = Service(facts, Link(link), options.method, options.limits)
     address, has_key = address_of(listener), bool(options.api_keys)
@@ -168,13 +168,13 @@ def serve(load: Callable[[], LongSpec], listener: socket.socket, options: FrontO
             for one, handler in before.items():
                 signal.signal(one, handler)
     front.join()
-    # It ends by the signal that it was told to end by.
+    # The front ends with 0, or by the signal that `end` sent.
     if front.exitcode not in (0, -signal.SIGTERM):
         raise ChildProcessError(f"the process that talks HTTP ended by itself, with code {front.exitcode}")
 
 
 def _told(facts: Facts, address: str, has_key: bool) -> str:
-    """What a user needs to know first."""
+    """The text that a user sees when the server is ready."""
     draft = f" with the draft {facts.draft_name}" if facts.draft_name else ""
     key = ' -H "Authorization: Bearer $KEY"' if has_key else ""
     return (

@@ -1,4 +1,4 @@
-"""What a client may ask for. A field that is not here is refused, and never ignored."""
+"""The fields of requests. A field that is not here is refused, never ignored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
-# A body may hold millions of values. One that is wrong is enough to refuse them.
+# A body may hold millions of values, so checking stops at the first wrong one.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
 MOST_CHOICES = 128
@@ -16,12 +16,12 @@ MOST_MESSAGES = 10_000
 
 
 class Strict(BaseModel):
-    """Nothing is converted and nothing is left over; null stands for a field that is not there."""
+    """No value is converted and no unknown field is accepted; null means that a field is absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Fields that are not supported, with the values that ask for nothing."""
+    """Fields that are not supported, with the values that change nothing and are therefore accepted."""
 
     @model_validator(mode="before")
     @classmethod
@@ -40,16 +40,16 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """What a stream tells beside the text."""
+    """What a stream sends beside the text."""
 
     include_usage: bool = False
-    """At its end."""
+    """Whether the last chunk has the usage."""
     continuous_usage_stats: bool = False
-    """In every chunk, as load generators for vLLM ask."""
+    """Whether every chunk has the usage; load generators for vLLM ask for this."""
 
 
 class Message(Strict):
-    """One of a conversation."""
+    """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str
@@ -57,7 +57,7 @@ class Message(Strict):
     @field_validator("content", mode="before")
     @classmethod
     def _joined(cls, given: Any) -> Any:
-        """A content may come in parts, all of them texts."""
+        """Join a content that comes in parts, which must all be texts."""
         if not isinstance(given, list):
             return given
         if len(given) > MOST_MESSAGES:
@@ -70,12 +70,12 @@ class Message(Strict):
         return "\n".join(part["text"] for part in given)
 
     def as_prompt(self) -> dict[str, str]:
-        """For the chat template, which knows no developer."""
+        """The message for the chat template, which has no role for a developer."""
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
 class JsonSchema(Strict):
-    """A JSON schema and what the client calls it; `strict` may be true or false, it always holds."""
+    """A JSON schema and the client's name for it. The answer always follows it, also if `strict` is false."""
 
     name: str = "answer"
     description: str | None = None
@@ -84,7 +84,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """What the answer must be: any text, some JSON, or JSON of a schema."""
+    """What the answer must be: any text, any JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -97,7 +97,7 @@ class ResponseFormat(Strict):
 
 
 class _Asked(Strict):
-    """What chat and plain completions share."""
+    """The fields that chat and plain completions share."""
 
     neutral = {
         "frequency_penalty": (0, 0.0),
@@ -122,14 +122,14 @@ class _Asked(Strict):
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
     user: str | None = None
-    """Who asks, in the client's own words; it changes nothing."""
+    """The client's name for its user; it changes nothing."""
 
     method: str | None = None
-    """How the target is sped up; the words are the same."""
+    """The decoding method; the answer is the same with every method."""
     explain: bool = False
-    """Whether chunks tell how each of their tokens came."""
+    """Whether chunks say how each of their tokens came."""
     max_seconds: Number | None = Field(None, gt=0)
-    """The answer is given up after so long, if the server's own limit is not shorter."""
+    """The most seconds for the answer, if the server's own limit is not shorter."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -146,7 +146,7 @@ class _Asked(Strict):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether not every text will do."""
+        """Whether the answer must be JSON."""
         return self.response_format is not None and self.response_format.type != "text"
 
     @property
@@ -158,7 +158,7 @@ class _Asked(Strict):
         return self.n
 
     def options(self) -> dict[str, Any]:
-        """What `longspec.options.read_options` takes; what was left out follows the model."""
+        """The options for `longspec.options.read_options`; None means the model's default."""
         return {
             "max_new_tokens": self.num_new,
             "temperature": self.temperature,
@@ -206,7 +206,7 @@ class ChatRequest(_Asked):
 
     @property
     def size(self) -> int:
-        """Characters or token ids of all prompts."""
+        """The number of characters or token ids of all prompts."""
         return sum(len(one.content) for one in self.messages)
 
 

@@ -1,4 +1,4 @@
-"""Requests on their way to the engine and back: limits, the queue, deadlines."""
+"""Requests on their way to the engine and back: limits, the queue, tokenising."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from longspec.server.schema import Asked, ChatRequest
 from longspec.server.wire import Facts, Row
 from longspec.text import TextStream
 
-# Characters, or token ids, of prompts that take a millisecond to tokenise.
+# Prompts of up to this many characters or token ids take about a millisecond to tokenise.
 _SHORT = 16_000
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes on."""
+    """The limits of a server."""
 
     max_queue: int = 256
-    """Sequences that may wait beside those that run; beyond them requests are refused."""
+    """Sequences that may wait beside those that run; further requests are refused."""
     max_seconds: float = 600.0
-    """The longest that a request may take."""
+    """The most seconds for a request."""
     max_body: int = 32_000_000
-    """Bytes of a request."""
+    """The most bytes of a request's body."""
     body_seconds: float = 60.0
-    """The longest that a client may take to send it."""
+    """The most seconds for a client to send the body."""
 
     def __post_init__(self) -> None:
         if self.max_queue < 0:
@@ -52,7 +52,7 @@ class Limits:
 
 
 class Service:
-    """Answers checked requests; lives on the event loop of the front."""
+    """Answers checked requests, on the event loop of the front."""
 
     def __init__(self, facts: Facts, link: Link, defaults: dict[str, Any], limits: Limits) -> None:
         self.facts, self.link, self.limits = facts, link, limits
@@ -62,18 +62,18 @@ class Service:
         self._num_coming = 0
         """Sequences whose prompts are being tokenised."""
         self.is_failing = False
-        """Whether the engine failed with the last request."""
+        """Whether the engine failed at the last request."""
         self._created = int(time.time())
         self._grammars = Grammars(facts.maker)
-        # Prompts are tokenised beside the event loop: short ones by one thread, so that who came first is
-        # first in the engine's line, and long ones by another, because they take up to seconds.
+        # Threads tokenise prompts beside the event loop: one thread for short prompts, so that they reach the
+        # engine in the order in which they came, and another one for long prompts, which can take seconds.
         self._workers = [ThreadPoolExecutor(1, f"longspec-{size}-prompts") for size in ("short", "long")]
         self._pacer = Pacer()
         self._spelled = lru_cache(100_000)(self._spell)
 
     @asynccontextmanager
     async def running(self, on_lost: Callable[[], None]) -> AsyncIterator[None]:
-        """Be linked to the engine for as long as the context lasts."""
+        """Keep the link to the engine while the context lasts."""
         await self.link.connect(on_lost)
         await asyncio.get_running_loop().run_in_executor(self._workers[0], self._grammars.prepare)
         try:
@@ -85,7 +85,7 @@ class Service:
 
     @property
     def num_open(self) -> int:
-        """Sequences that were taken on and have not ended."""
+        """Sequences that were accepted and have not ended."""
         return self._num_coming + self.link.num_open
 
     def about_model(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Service:
         }
 
     def _spell(self, token: int) -> tuple[str, list[int]]:
-        """A token's own text and bytes; a token may be part of a character."""
+        """A token's own text and bytes; a token may be only a part of a character."""
         try:
             raw = self._grammars.tokenizer.decode_bytes([token])
         except UserError:
@@ -118,7 +118,8 @@ class Service:
 
     @asynccontextmanager
     async def answering(self, asked: Asked) -> AsyncIterator[Answer]:
-        """Take a request on; the answer comes while the context lasts, and is given up at its end."""
+        """Ask the engine to answer a request. The answer fills up while the context lasts; its end cancels
+        what is left."""
         begun = time.perf_counter()
         self._check_model(asked)
         self._check_room(asked.num_answers)
@@ -166,7 +167,7 @@ class Service:
             raise ApiError(404, message, "model_not_found", "model")
 
     def _check_room(self, wanted: int) -> None:
-        """Refuse what would wait behind too many others."""
+        """Refuse a request if too many others wait."""
         most = self.facts.max_rows + self.limits.max_queue
         if wanted > most:
             raise ApiError(
@@ -194,7 +195,7 @@ class Service:
         return sequences, texts, grammar
 
     def _method(self, asked: Asked) -> dict[str, Any]:
-        """The method and its options: another method than the server's own takes its own defaults."""
+        """The method and its options. The server's options apply only to the server's own method."""
         if asked.method in (None, self.defaults.get("method", "auto")):
             return self.defaults
         kept = {name: value for name, value in self.defaults.items() if name == "acceptance"}

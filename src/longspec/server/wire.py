@@ -1,11 +1,12 @@
-"""What the two processes of a server say to each other: pickled, because both are ours.
+"""The messages between the two processes of a server. They are pickled, because both processes are ours.
 
-One process leads the engine and does nothing else, because Python runs one thread at a time. The other one
-talks HTTP, and turns texts into tokens and back.
+One process leads the engine and does nothing else, because Python runs one thread at a time. The other one,
+the front, talks HTTP and turns texts into tokens and back.
 """
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import socket
 import struct
@@ -21,7 +22,7 @@ _SIZE = struct.Struct("!Q")
 
 @dataclass(frozen=True)
 class Facts:
-    """What the front has to know of the engine; the first thing that it is told."""
+    """The facts about the model that the front needs; the engine's first message."""
 
     name: str
     draft_name: str | None
@@ -35,29 +36,29 @@ class Facts:
 
 @dataclass(frozen=True)
 class Ask:
-    """Answer these. A sequence crosses without the functions that it may hold."""
+    """Answer these sequences. They are sent without the functions that they may hold."""
 
     rows: list[tuple[int, Sequence]]
-    """Each under a number that the front has chosen."""
+    """Each sequence with a number that the front has chosen."""
     stop: tuple[str, ...]
     grammar: str | None
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """Nobody waits for these any more."""
+    """Stop these sequences, because no client waits for them."""
 
     numbers: list[int]
 
 
 @dataclass(frozen=True)
 class AskStatus:
-    """Tell how the engine is."""
+    """Send a `Status`."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """How it is."""
+    """The state of the engine now."""
 
     num_running: int
     num_waiting: int
@@ -73,17 +74,17 @@ class End:
     is_users_fault: bool = False
     num_shared: int = 0
     num_steps: int = 0
-    """Rounds that proposed something."""
+    """Rounds that proposed tokens."""
     num_drafted: int = 0
-    """Tokens that they proposed, at most."""
+    """The most tokens that these rounds proposed."""
 
 
 @dataclass(frozen=True)
 class News:
-    """What sequences have said since they were last heard of, after a turn of the engine."""
+    """What sequences have emitted since the last message, after a turn of the engine."""
 
     rows: list[tuple[int, list[int], list[int], list[bool], list[Logprobs], End | None]]
-    """By number: tokens, their depths, whether they were looked up, their logprobs, and the end."""
+    """Number, tokens, their depths, whether they were looked up, their logprobs, and the end if it came."""
 
 
 Message = Facts | Ask | Cancel | AskStatus | Status | News
@@ -91,7 +92,7 @@ Message = Facts | Ask | Cancel | AskStatus | Status | News
 
 @dataclass
 class Row:
-    """A sequence as the front knows it."""
+    """A sequence as the front sees it."""
 
     prompt_tokens: int
     seed: int
@@ -101,7 +102,7 @@ class Row:
     copied: list[bool] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    """When something new came."""
+    """When messages about it came."""
     end: End | None = None
 
     @property
@@ -116,12 +117,18 @@ def framed(message: Message) -> bytes:
 
 
 def send(link: socket.socket, message: Message) -> None:
-    """Send one, and wait until it is on its way."""
+    """Send one message, and wait until the system has taken it."""
     link.sendall(framed(message))
 
 
+async def receive_async(reader: asyncio.StreamReader) -> Any:
+    """The next message; raises IncompleteReadError or ConnectionError if the other side is gone."""
+    (size,) = _SIZE.unpack(await reader.readexactly(_SIZE.size))
+    return pickle.loads(await reader.readexactly(size))
+
+
 def receive(link: socket.socket) -> Any:
-    """The next one; None where the other side is gone."""
+    """The next message; None if the other side is gone."""
     head = _read(link, _SIZE.size)
     body = None if head is None else _read(link, _SIZE.unpack(head)[0])
     return None if body is None else pickle.loads(body)

@@ -20,16 +20,15 @@ from longspec.decoding.sampling import Sampling
 from longspec.engine.costs import known_costs
 from longspec.engine.engine import Engine
 from longspec.engine.follow import follow_if_told
-from longspec.engine.load import LoadPlan
+from longspec.engine.load import LoadPlan, read_shape
 from longspec.engine.make import load_engine
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError, naming, whole_number
 from longspec.generation import Generation
-from longspec.models.files import eos_ids, read_config, read_generation_config
+from longspec.models.files import eos_ids, read_generation_config
 from longspec.models.int8 import check_draft_dtype
-from longspec.models.placement import check_fits, memory_explained, pick_devices, pick_dtype
+from longspec.models.placement import check_fits, memory_explained, pick_devices
 from longspec.models.target import Transformer
-from longspec.models.weights import pick_precision, with_kv_dtype
 from longspec.options import Options, Settings, read_options, room_for, seeds_for
 from longspec.prompts import Prompt, PromptEncoder, split_batch
 from longspec.text import TextStream
@@ -113,55 +112,53 @@ class LongSpec:
         exact: bool = False,
         tensor_parallel: int = 1,
     ) -> LongSpec:
-        """Load a target by short name, hub id, folder or .gguf file, and a draft by hub id, folder or .pth.
+        """Load a target by short name, hub id, folder or .gguf file.
 
-        Without `draft`, a target with a short name (`longspec models`) uses its own draft: the one in this
-        package, or the published one. "none" means no draft. A short name as `draft` means this package's
-        draft; it also works for a fine-tuned target of the same shape.
-
-        dtype and device are torch's, or their names; "auto" is bfloat16 on a GPU and float32 on a CPU.
-        max_length limits prompt plus answer; the default is the model's limit, or what fits. max_rows is how
-        many prompts run at once, and kv_memory how many bytes their KV may take; the defaults depend on the
-        device. Method "auto" needs measurements of this machine; they are made here, once, unless `calibrate`
-        is False. attention names a backend: "triton", the default on a GPU, replays whole rounds as CUDA
-        graphs. draft_dtype "int8" rounds the draft's weights, which is the default on a CPU; "target" keeps
-        the target's dtype; "auto" on a GPU rounds them as the target's are. weights "float16", "bfloat16",
-        "int8" and "int4" on a CPU, and "int8" and "fp8" on a GPU, round the target's weights: it decodes
-        faster and says slightly other things than the file's weights do, and every method says the same as
-        vanilla over them; "auto" leaves them as they are, also those of a quantised checkpoint on a GPU (on a
-        CPU they are expanded). kv_dtype "fp8", for a GPU, halves the bytes of KV: keys and values are
-        rounded, so it says slightly other things (docs/decoding.md). `exact` is for half precision on a GPU:
-        with it all methods give the same words there too, whatever runs at the same time, and rounds take
-        longer. tensor_parallel is how many processes hold the target together, each a part of it on a device
-        of its own (docs/tensor-parallel.md); `device` may then name them all, as "cuda:0,cuda:2".
+        draft: a hub id, a folder, a .pth file, or "none". Without it, a target with a short name (`longspec
+            models`) uses its own draft: the one in this package, or the published one. A short name means
+            this package's draft; it also works for a fine-tuned target of the same shape.
+        dtype, device: torch's, or their names. "auto" is bfloat16 on a GPU and float32 on a CPU.
+        max_length: the limit on prompt plus answer; by default the model's limit, or what fits.
+        revision, offline: the branch, tag or commit of a hub id; use only what is on disk.
+        calibrate: measure this machine for method "auto", once.
+        attention: "triton", the default on a GPU, replays whole rounds as CUDA graphs; "torch"; "reference".
+        weights: how the target's weights are rounded: "float16", "bfloat16", "int8" or "int4" on a CPU,
+            "int8" or "fp8" on a GPU. The target then decodes faster and says slightly other things, and every
+            method says the same as vanilla with these weights. "auto" leaves them as they are, also those of
+            a quantised checkpoint on a GPU (on a CPU they are expanded).
+        draft_dtype: "int8" rounds the draft's weights, the default on a CPU; "target" keeps the target's
+            dtype; "auto" on a GPU rounds them as the target's are.
+        max_rows, kv_memory: how many prompts run at once, and how many bytes their KV may take; the defaults
+            depend on the device.
+        kv_dtype: "fp8", for a GPU, rounds keys and values to half the bytes, so that the target says slightly
+            other things (docs/decoding.md).
+        exact: for half precision on a GPU. All methods give the same words there too, whatever runs at the
+            same time, and rounds take longer.
+        tensor_parallel: how many processes hold the target together, each a part of it on a device of its own
+            (docs/tensor-parallel.md); `device` may then name them all, as "cuda:0,cuda:2".
         """
         backend = choose_backend(attention)
         check_draft_dtype(draft_dtype)  # before a long load
         target, devices = name_of("target", target), pick_devices(device, tensor_parallel)
-        device = devices[0]
         if len(devices) > 1:
             follow_if_told(len(devices))
         find = partial(hub.resolve, target, revision=revision, offline=offline, progress=progress)
-        # Fetch only the config first, so that a target that cannot fit is refused before its weights come.
-        shape = find(config_only=True)
-        entry, config = shape.entry, read_config(shape.folder, shape.config)
-        precision = pick_precision(weights, pick_dtype(dtype, device), device, config.quantisation)
-        if device.type == "cpu" and precision.rounding is not None and attention not in ("auto", "torch"):
+        shape = read_shape(find, devices[0], dtype, weights, kv_dtype, backend)
+        precision = shape.precision
+        if devices[0].type == "cpu" and precision.rounding is not None and attention not in ("auto", "torch"):
             raise UserError(f"attention {attention!r} does not go with rounded weights; use auto or torch")
-        precision = with_kv_dtype(precision, kv_dtype, config.head_dim, device, backend)
-        limit = _pick_max_length(max_length, entry.context if entry else config.max_length)
-        draft_name = name_of("draft", draft) if draft else hub.default_draft(entry)
+        limit = _pick_max_length(max_length, shape.limit)
+        draft_name = name_of("draft", draft) if draft else hub.default_draft(shape.entry)
         draft_name = None if draft_name == "none" else draft_name
-        check_fits(target, config, precision, *devices)
+        check_fits(target, shape.config, precision, *devices)
         files = find()
-        folder = files.folder
-        defaults = _read_defaults(folder)
-        encoder = PromptEncoder(folder, files.chat_template)
-        answer_ends = eos_ids(folder, encoder.tokenizer.eos_token_id, files.eos_id)
+        defaults = _read_defaults(files.folder)
+        encoder = PromptEncoder(files.folder, files.chat_template)
+        answer_ends = eos_ids(files.folder, encoder.tokenizer.eos_token_id, files.eos_id)
         path = None
         if draft_name is not None:
             path = hub.resolve_draft(draft_name, offline=offline, progress=progress)
-        plan = LoadPlan(target, folder, config, precision, attention, path, draft_dtype)
+        plan = LoadPlan(target, files.folder, shape.config, precision, attention, path, draft_dtype)
         sizes = {"max_length": max_length, "limit": limit, "max_rows": max_rows, "kv_memory": kv_memory}
         engine = load_engine(plan, devices, progress, exact=exact, **sizes)
         loaded = cls(engine, encoder, target, defaults, answer_ends, draft_name)

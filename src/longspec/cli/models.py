@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from longspec.cli.arguments import (
@@ -22,7 +23,9 @@ from longspec.decoding.methods import Tree
 from longspec.hub.registry import DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from longspec.config import DraftConfig
+    import torch
+
+    from longspec.config import DraftConfig, ModelConfig
     from longspec.hub import ModelEntry
 
 _MODELS = """\
@@ -100,45 +103,29 @@ def _info(arguments: argparse.Namespace) -> int:
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     from longspec.attention import choose_backend
-    from longspec.engine.memory import page_size, plan_decoding, size_engine
+    from longspec.engine.load import read_shape
+    from longspec.engine.memory import plan_decoding
     from longspec.errors import UserError
     from longspec.hub import resolve
-    from longspec.models.files import read_config
-    from longspec.models.placement import pick_devices, pick_dtype
-    from longspec.models.weights import pick_precision, with_kv_dtype
+    from longspec.models.placement import pick_devices
 
     devices = pick_devices(arguments.device, arguments.tensor_parallel)
     device = devices[0]
-    files = resolve(
-        arguments.target, revision=arguments.revision, offline=arguments.offline, config_only=True
-    )
-    config = read_config(files.folder, files.config)
-    dtype = pick_dtype(arguments.dtype, device)
-    precision = pick_precision(arguments.weights, dtype, device, config.quantisation)
-    precision = with_kv_dtype(precision, arguments.kv_dtype, config.head_dim, device, choose_backend())
-    dtype = precision.kv_dtype
-    limit = files.entry.context if files.entry else config.max_length
+    find = partial(resolve, arguments.target, revision=arguments.revision, offline=arguments.offline)
+    found = read_shape(find, device, arguments.dtype, arguments.weights, arguments.kv_dtype, choose_backend())
+    config, precision, limit = found.config, found.precision, found.limit
     context, batch = arguments.context or limit, arguments.batch
     if context > limit:
         raise UserError(f"--context is {context}; the target's limit is {limit} tokens")
     shape = Tree(arguments.tree_shape).tree_shape  # refuses a bad one
-    draft_name, draft = _draft(arguments, files.entry)
+    draft_name, draft = _draft(arguments, found.entry)
     budget = plan_decoding(config, draft, context, batch, shape, precision, *devices)
     share = config.shared_by(len(devices))
-    per_token = share.kv_bytes_per_token(dtype.itemsize)
+    per_token = share.kv_bytes_per_token(precision.kv_dtype.itemsize)
     beside = plan_decoding(config, draft, 1, 1, shape, precision, *devices)
     rest = budget.free - budget.needs.weights - budget.needs.draft_weights
-    page = page_size(dtype, config.head_dim, device.type == "cuda")
-    try:
-        size = size_engine(
-            *(share, dtype, device, rest, page),
-            max_rows=arguments.max_rows, kv_bytes=arguments.kv_memory, limit=limit,
-        )  # fmt: skip
-        engine = asdict(size) | {"kv_tokens": size.num_tokens}
-    except UserError:
-        engine = None  # it does not fit, as the report says
     return {
-        "target": files.name,
+        "target": found.name,
         "family": config.family,
         "parameters": config.num_parameters,
         "layers": config.num_layers,
@@ -162,8 +149,31 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "free_bytes": budget.free,
         "device_bytes": budget.device_total,
         "left_bytes": budget.left,
-        "engine": engine,
+        "engine": _engine_size(arguments, share, precision.kv_dtype, device, rest, limit),
     }
+
+
+def _engine_size(
+    arguments: argparse.Namespace,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    free: int,
+    limit: int,
+) -> dict[str, int] | None:
+    """The size of the engine that `generate` would make here; None if it does not fit."""
+    from longspec.engine.memory import page_size, size_engine
+    from longspec.errors import UserError
+
+    page = page_size(dtype, config.head_dim, device.type == "cuda")
+    try:
+        size = size_engine(
+            config, dtype, device, free, page,
+            max_rows=arguments.max_rows, kv_bytes=arguments.kv_memory, limit=limit,
+        )  # fmt: skip
+    except UserError:
+        return None
+    return asdict(size) | {"kv_tokens": size.num_tokens}
 
 
 def _draft(arguments: argparse.Namespace, entry: ModelEntry | None) -> tuple[str | None, DraftConfig | None]:

@@ -2,29 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from longspec.attention import choose_backend
+from longspec import hub
+from longspec.attention import Attention, choose_backend
 from longspec.config import ModelConfig
 from longspec.models.checkpoint import WeightFiles
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.draft_files import load_draft
+from longspec.models.files import read_config
 from longspec.models.int8 import pick_draft_form
 from longspec.models.layers import pack_linears, replace_linears
 from longspec.models.load import load_target
-from longspec.models.placement import gigabytes, memory_explained
+from longspec.models.placement import gigabytes, memory_explained, pick_dtype
 from longspec.models.sharding import Shard
 from longspec.models.target import Transformer
-from longspec.models.weights import Precision
+from longspec.models.weights import Precision, pick_precision, with_kv_dtype
 from longspec.progress import count_bar
 
 # A CPU uses only this many of a draft's tokens, the most frequent ones; the context's own tokens are added.
 _CPU_VOCAB = 8192
 _SMALLER = "free some memory, or use a smaller dtype, a smaller target or another device"
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """What is known of a target from its config alone, before its weights are fetched."""
+
+    entry: hub.ModelEntry | None
+    """Its entry, if it has a short name."""
+    name: str
+    config: ModelConfig
+    precision: Precision
+    limit: int
+    """The most tokens of its context."""
+
+
+def read_shape(
+    find: Callable[..., hub.TargetFiles],
+    device: torch.device,
+    dtype: str | torch.dtype,
+    weights: str,
+    kv_dtype: str,
+    backend: Attention,
+) -> TargetShape:
+    """Fetch only the config of a target, so that one that cannot run or fit is refused before a long load.
+
+    `find` is `hub.resolve` with the target's name.
+    """
+    files = find(config_only=True)
+    config = read_config(files.folder, files.config)
+    precision = pick_precision(weights, pick_dtype(dtype, device), device, config.quantisation)
+    precision = with_kv_dtype(precision, kv_dtype, config.head_dim, device, backend)
+    limit = files.entry.context if files.entry else config.max_length
+    return TargetShape(files.entry, files.name, config, precision, limit)
 
 
 @dataclass(frozen=True)

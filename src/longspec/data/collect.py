@@ -1,4 +1,4 @@
-"""Documents to make prompts of, to continue and to train long contexts on: books, and sources of packages."""
+"""Collect documents for prompts, for continuation and for long contexts: books, and sources of packages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOOK, SOURCE = "book", "source"
 _LEAST_CHARACTERS, _MOST_CHARACTERS = 1500, 200_000
 # A book goes into several documents, so that reading one of them is quick.
 _LONGEST_DOCUMENT = 200_000
-# What a held-out part leaves at the sides of it must be worth reading.
+# Shorter pieces beside a held-out part are dropped.
 _LEAST_PIECE = 2000
 _LONGEST_LICENCE = 60
 
@@ -36,7 +36,7 @@ def collect(
 ) -> Counter[str]:
     """Write a JSONL of `text`, `source`, `licence` and `kind`, in a fixed order.
 
-    Returns how many documents of each kind there were, of how many held-out parts were cut, and characters.
+    Returns the number of documents of each kind, of documents with a held-out part cut, and of characters.
     """
     with unfinished(output) as path:
         with open(path, "w", encoding="utf-8") as file:
@@ -87,12 +87,12 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """One kind of line end, and nothing behind the last character of a line."""
+    """The text with one kind of line end, and without white space at the end of lines."""
     return re.sub(r"[ \t]+\n", "\n", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def _package(name: str) -> tuple[str, list[Path]]:
-    """The licence and the Python sources of an installed package, tests left out."""
+    """The licence and the Python sources of an installed package, without tests."""
     if name == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
         names = [path.relative_to(folder) for path in folder.rglob("*.py")]
@@ -112,11 +112,11 @@ def _package(name: str) -> tuple[str, list[Path]]:
 
 
 def _licence(package: metadata.Distribution) -> str:
-    """As its metadata say, in the newest form that they have."""
+    """The licence in the package's metadata, in the newest form that they have."""
     about = package.metadata
     if told := about.get_all("License-Expression"):
         return str(told[0])
-    told = (about.get_all("License") or [""])[0]  # a name, or the whole of it
+    told = (about.get_all("License") or [""])[0]  # a name, or the whole text
     if 0 < len(told) <= _LONGEST_LICENCE and "\n" not in told:
         return str(told)
     classifiers = [one for one in about.get_all("Classifier") or [] if one.startswith("License")]

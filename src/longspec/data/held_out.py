@@ -1,8 +1,8 @@
 """Text that must stay out of training, because something is measured on it.
 
-Compared is what is left without white space and in lower case, so that neither line ends nor indentation hide
-a copy. A text is taken for a copy where it shares `WINDOW` such characters in a row with held-out text, about
-80 characters as they are printed; and where it is, as a whole, one of the held-out texts.
+Texts are compared in lower case and without white space, so that line ends and indentation hide no copy. A
+text counts as a copy where it shares `WINDOW` such characters in a row with a held-out text (about 80 printed
+characters), or if the whole text is one of the held-out texts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from longspec.data.records import read_records
 
 WINDOW = 60
-# Most windows are told from held-out ones by a table of bits, and only the rest is looked up.
+# A table of bits rules out most windows quickly; only the rest are looked up.
 _TABLE_BITS = 24
 
 
@@ -41,7 +41,7 @@ class HeldOut:
         return cls(text for _, record in read_records(paths) for text in _texts(record))
 
     def allows(self, text: str) -> bool:
-        """Whether nothing held out is in the text."""
+        """Whether the text has no held-out part."""
         kept, _ = _compact(text)
         return _key(kept) not in self._whole and not len(self._hits(kept))
 
@@ -58,7 +58,7 @@ class HeldOut:
         return [piece for piece in (*pieces, text[begin:]) if piece.strip()]
 
     def _hits(self, kept: NDArray[np.uint32]) -> NDArray[np.int64]:
-        """Where held-out windows begin."""
+        """The places at which held-out windows begin."""
         hashes = _windows(kept)
         near = np.flatnonzero(self._table[_place(hashes)])
         if not len(near):
@@ -76,9 +76,9 @@ def _texts(value: Any) -> Iterable[str]:
 
 
 def _compact(text: str) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """The characters that count, and where in the text each of them is."""
+    """The characters that count, and the place of each in the text."""
     raw = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-    # Lower case by code point for ASCII alone: it keeps the places.
+    # Only ASCII becomes lower case, because elsewhere that may change the number of characters.
     lowered = np.where((raw >= 65) & (raw <= 90), raw + 32, raw)
     places = np.flatnonzero((raw > 32) & (raw != 0xA0))
     return lowered[places], places
@@ -89,7 +89,7 @@ def _key(kept: NDArray[np.uint32]) -> str:
 
 
 def _windows(kept: NDArray[np.uint32]) -> NDArray[np.uint64]:
-    """A hash of each `WINDOW` characters in a row, built from those of half as many."""
+    """A hash of each run of `WINDOW` characters, built from the hashes of shorter runs."""
     if len(kept) < WINDOW:
         return np.zeros(0, np.uint64)
     spans = {1: (kept.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)}

@@ -37,12 +37,12 @@ _LEAST_ROOM = 32
 _LEAST_COMPARED = 32
 _QUESTION, _ANSWER = 0, 1
 _MARK = "7f3a9c51"
-# An answer is searched for loops and repetitions from so many tokens on, whenever it has grown by so many.
+# An answer is searched for loops and repetitions at this many tokens, and again after every further so many.
 _LEAST_LOOKED = 64
 _LOOK_EVERY = 32
-# Repetitions take longer to find.
+# Repetitions are searched for less often, because that takes longer.
 _LOOK_CLOSELY_EVERY = 128
-# Where a question may end that the target did not end itself.
+# Where to cut a question that the target did not end itself.
 _SENTENCE_END = re.compile(r"[.?!:。？！](?=[\s\"')\]]|$)|\n")
 # Characters: a question is not cut to less.
 _LEAST_QUESTION = 16
@@ -92,10 +92,9 @@ class Sample:
 
 
 class _LoopWatch:
-    """Ends an answer that only repeats itself, because its further tokens would be cut off.
+    """Ends an answer that only repeats itself, because further tokens would be cut off anyway.
 
-    It looks at the same places of a text, however many tokens come at a time, so that the batch decides
-    nothing.
+    It looks at fixed places of a text, so that the result does not depend on how many tokens come at a time.
     """
 
     def __init__(self) -> None:
@@ -112,7 +111,7 @@ class _LoopWatch:
 
 
 def repeats_from(tokens: NDArray[np.int64]) -> int | None:
-    """Where a text has nothing new to say any more: in a loop up to its end, or in mere repetitions."""
+    """Where a text begins to only repeat itself, in a loop or in other repetitions; None if it does not."""
     end = loop_start(tokens)
     end = len(tokens) if end is None else end
     while end >= _LEAST_LOOKED and is_repetitive(tokens[:end]):
@@ -129,13 +128,13 @@ def first_sentences(text: str) -> str:
     return words[0] if len(words) == 2 else text
 
 
-# One object for each temperature: to check one again takes longer than the rest of a sequence.
+# One object for each temperature, because checking its values takes longer than making a sequence.
 _sampling = cache(Sampling)
 FILES = {"prompts": read_prompt, "documents": read_document}
 
 
 class Script:
-    """Makes samples, the sequences that write them, and texts of the written tokens."""
+    """Makes samples and their sequences, and adds what the target wrote to the samples."""
 
     def __init__(
         self,
@@ -149,7 +148,7 @@ class Script:
         self._options, self.tokenizer = options, encoder.tokenizer
         self._prompts, self._documents, self._topics = prompts, documents, topics
         self.turn_end: int | None = None
-        """The token that ends a user's turn, where the template has one."""
+        """The token that ends a user's turn, if the template has one."""
         self._before = self._after = ""
         if options.shares.get("questions") or options.shares.get("prompts"):
             if not self.tokenizer.chat_template:
@@ -198,7 +197,7 @@ class Script:
         return found
 
     def sequence(self, sample: Sample) -> Sequence:
-        """What the target is to continue next, of a sample that is neither finished nor dropped."""
+        """The next sequence of a sample that is neither finished nor dropped."""
         options = self._options
         if sample.mode == "questions" and not sample.messages:
             prompt = self._asking[sample.topic]
@@ -212,7 +211,7 @@ class Script:
         )
 
     def take(self, written: Iterable[tuple[Sample, list[int], bool]]) -> None:
-        """Add to samples what the target wrote; where it ended the text, the last token says so."""
+        """Add to samples what the target wrote: sample, tokens, and whether the last token ends the text."""
         asked = []
         for sample, tokens, ended in written:
             sample.num_sequences += 1
@@ -225,7 +224,7 @@ class Script:
         self._give_messages(asked)
 
     def _take_question(self, sample: Sample, tokens: list[int], ended: bool) -> bool:
-        """Make the text a sample's first message; whether it is worth an answer."""
+        """Make the text the sample's first message; returns whether it is worth an answer."""
         text = sample.topic + self.tokenizer.decode(tokens, skip_special_tokens=True)
         stop = self._after.strip()
         if self.turn_end is None and stop:
@@ -270,7 +269,7 @@ class Script:
             self._go_on(sample, tokens, end)
 
     def _go_on(self, sample: Sample, answer: list[int], end: int | None) -> None:
-        """Give the user's next turn, where there is one, the answer before it is whole, and it fits."""
+        """Add the user's next turn, if there is one, the answer before it is complete, and there is room."""
         sample.finished = True
         if not sample.turns or end is None:
             return
@@ -280,7 +279,7 @@ class Script:
         rendered = self._render(messages)
         before = sample.rendered + text
         if not rendered.startswith(before):
-            return  # the template writes earlier answers in another way: what follows would not fit on
+            return  # the template changes earlier answers, so the next turn would not continue this text
         new = self._encode(rendered[len(before) :])
         new = new[1:] if new[:1] == [end] else new
         if self._options.seq_length - len(sample.tokens) - len(new) >= _LEAST_ROOM:
@@ -289,7 +288,7 @@ class Script:
             sample.finished = False
 
     def _give_messages(self, samples: list[Sample]) -> None:
-        """Let samples begin with their messages; a few dozen at a time, because each has its overhead."""
+        """Render and encode the messages of samples, a few dozen at a time, because a call has overhead."""
         for first in range(0, len(samples), AT_ONCE):
             few = samples[first : first + AT_ONCE]
             texts = render_chats(self.tokenizer, [sample.messages for sample in few], open_turn=True)

@@ -26,7 +26,7 @@ _SHINGLE = 3
 _BANDS = 8
 _MINIMA = 64
 _REMEMBERED = 2**18
-# Odd, so that no product of it loses a bit.
+# Odd, so that a product with it loses no bit.
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -36,7 +36,7 @@ def loop_start(tokens: NDArray[np.int64]) -> int | None:
 
 
 def is_looping(tokens: NDArray[np.int64]) -> bool:
-    """Whether a text that is being written has come into a loop that it will hardly leave."""
+    """Whether a text that is being written is in a loop that it will hardly leave."""
     return _loop_start(tokens, _LEAST_PERIODS_SO_FAR, _LEAST_REPEATED_SO_FAR) is not None
 
 

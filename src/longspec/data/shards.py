@@ -258,7 +258,7 @@ def _save(path: Path, array: NDArray[Any]) -> None:
 def _load(path: Path) -> Any:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # a damaged header makes numpy raise what it likes
+    except Exception as error:  # numpy raises errors of many types for a damaged header
         raise UserError(f"cannot read {path}: {reason_of(error)}; prepare the dataset again") from error
 
 

@@ -151,7 +151,7 @@ def summary_of(folder: Path, tokens_written: int = 0, seconds: float = 0.0) -> S
 
 
 class DatasetMaker:
-    """Has the target write samples, shard by shard."""
+    """Lets the target write samples, shard by shard."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class DatasetMaker:
         settings: dict[str, Any],
         on_tokens: OnTokens,
     ) -> None:
-        """`settings` are all that decides what is written; a folder is continued only with the same."""
+        """`settings` are all that decides what is written; a folder is continued only with equal ones."""
         self._options, self._script, self._engine = options, script, engine
         self._shard_samples, self._licence, self._settings = shard_samples, licence, settings
         self._vocab_size = engine.models.target.config.vocab_size
@@ -257,7 +257,7 @@ class DatasetMaker:
             pending = [sample for sample in pending if sample.dropped is None and not sample.finished]
 
     def _is_new(self, keys: NDArray[np.uint64]) -> bool:
-        """Whether a text is like none before; then it is remembered."""
+        """Whether no earlier text is similar; if so, the text is remembered."""
         if new := self._state.seen.add(keys):
             self._remembered.append(keys)
         return new
@@ -308,7 +308,7 @@ def _recall(folder: Path, state: SynthesisState) -> None:
             with np.load(path) as note:
                 facts = parse_record(note["facts"].tobytes(), ShardNote, path)
                 state.seen.remember(note["keys"].astype(np.uint64, casting="safe").ravel().tolist())
-        except Exception as error:  # a damaged archive makes numpy raise what it likes
+        except Exception as error:  # numpy raises errors of many types for a damaged archive
             raise UserError(
                 f"cannot read {path}: {reason_of(error)}; remove {folder} and begin again"
             ) from error

@@ -1,4 +1,4 @@
-"""What a plan and a finished draft look like to people."""
+"""A plan, a finished draft's figures and its card as text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def result_text(figures: Sequence[Figures], target: str, output: Path) -> str:
-    """tau of every kind of prompt, and how the draft is used."""
+    """tau for every kind of prompt, and the commands that use the draft."""
     methods = list(dict.fromkeys(one.method for one in figures if one.method != "vanilla"))
     names = list(dict.fromkeys(one.name for one in figures))
     found = {(one.name, one.method): one for one in figures}

@@ -1,4 +1,4 @@
-"""What the plan must know of the device."""
+"""Measures what the plan must know of the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from longspec.bench.environment import copy_bandwidth, now
 from longspec.models.placement import device_name, free_memory
 from longspec.pipeline.plan import DeviceFacts
 
-# The size of a product that keeps a device busy, and that a CPU does in a fraction of a second.
+# The size of a matrix product that keeps the device busy and takes only a fraction of a second.
 _MATRIX = {"cuda": 8192, "cpu": 1024}
 _REPEATS = 5
 

@@ -1,8 +1,7 @@
-"""The plan of a draft: what the target writes, the stages, and what it all costs.
+"""The plan of a draft: what the target writes, the stages of training, and the cost.
 
-It is a pure function of the target's config, the device and what is asked for. Times are estimates: they
-follow from the arithmetic and the bytes of the work, and from the shares of a device's speed that
-SmolLM2-135M reached.
+It is a pure function of the target's config, the device and the options. Times are estimates from the
+arithmetic and the bytes of the work, and from the shares of a device's speed that SmolLM2-135M reached.
 """
 
 from __future__ import annotations
@@ -14,28 +13,28 @@ from longspec.errors import UserError
 from longspec.train.memory import fitting_micro_batch, state_bytes, working_bytes
 
 TEMPERATURES = (0.0, 0.3, 0.7)
-# Tokens of a short sequence, of a step, and the least steps of a stage before its steps become smaller.
+# Tokens of a short sequence; tokens of a step; a stage with fewer steps gets smaller ones.
 _SHORT, _STEP_TOKENS, _LEAST_STEPS = 1024, 65536, 100
-# A dataset has at least so many sequences: below that, they become shorter.
+# A dataset with fewer short or long sequences gets shorter ones, down to the shortest.
 _SHORT_SEQUENCES, _LONG_SEQUENCES, _SHORTEST = 64, 4, 128
 _LEAST_TOKENS = _SHORT_SEQUENCES * _SHORTEST
-# How often what is written is seen.
+# How often a stage sees each written token.
 _EPOCHS = {"base": 4, "long": 2}
 _RATES = {"base": 2e-3, "long": 5e-4}
-# The learning rate of the first stage of a draft that is trained on from another.
+# The learning rate of the first stage, if it starts from another draft.
 _RATE_FROM_DRAFT = 1e-3
-# Of the device's speed, what writing and training reach.
+# The share of the device's speed that writing and training reach.
 _WRITING, _TRAINING = {"cuda": 0.2, "cpu": 0.25}, {"cuda": 0.28, "cpu": 0.6}
-# Seconds that a turn of the engine and a micro-batch take on the host, whatever the target.
+# Seconds that a turn of the engine and a micro-batch take on the host, for any target.
 _TURN, _PASS = {"cuda": 2e-3, "cpu": 1e-2}, {"cuda": 2e-2, "cpu": 5e-2}
-# Bytes that are read and written for a score, over all passes that choose a token.
+# Bytes that are read and written for each score while a token is chosen.
 _SCORE_BYTES = 32
-# Of a budget, what writing and training may plan for; the rest loads, prepares and measures.
+# The share of a budget for writing and training; the rest is for loading, preparing and measuring.
 _PLANNED = 0.85
-# A guess of the draft's vocabulary, which the data will decide.
+# The assumed size of the draft's vocabulary; the data decide the real one.
 _VOCABULARY = 32768
 _ROWS = {"cuda": 1024, "cpu": 32}
-# Bytes on disk of a token that was written: its id, its role, and the texts beside them.
+# Bytes on disk for each written token: its id, its role, and the texts beside them.
 _TOKEN_BYTES = 8
 
 
@@ -47,7 +46,7 @@ class DeviceFacts:
     name: str
     free_memory: int
     flops: float
-    """Of large matrix products, per second."""
+    """Operations per second of large matrix products."""
     bandwidth: float
     """Bytes read and written per second."""
     itemsize: int
@@ -60,14 +59,14 @@ class WrittenPlan:
 
     name: str
     mode: str
-    """prompts, questions or documents, as `longspec data synthesize` has them."""
+    """A mode of `longspec data synthesize`: prompts, questions or documents."""
     source: str | None
     """The file in the work folder that it answers or continues."""
     tokens: int
     seq_length: int
     max_new_tokens: int
     given_tokens: int
-    """Of a document, before it is continued."""
+    """How many tokens of a document are given to be continued."""
     seconds: float
 
 
@@ -80,7 +79,7 @@ class StagePlan:
     seq_length: int
     batch: int
     micro_batch: int
-    """As many sequences fit here at a time; training decides again."""
+    """How many sequences fit into memory at once; training decides again."""
     steps: int
     lr: float
     seconds: float
@@ -104,24 +103,24 @@ class Plan:
     window: int
     draft_parameters: int
     num_prompts: dict[str, int]
-    """Of each file of prompts."""
+    """How many prompts each file has."""
     max_new_tokens: int
-    """Of the answers that the draft is measured on."""
+    """The longest answer when the draft is measured."""
     memory: int
     disk: int
     seconds: float
     is_limited: bool
-    """Whether the time decides; otherwise the tokens do."""
+    """Whether a budget of time limits the work; otherwise a number of tokens does."""
 
     @property
     def tokens(self) -> int:
-        """Written, with the prompts."""
+        """All tokens of the written datasets, with their prompts."""
         return sum(one.tokens for one in self.written)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a dataset is, for every target."""
+    """A kind of dataset, the same for every target."""
 
     share: float
     mode: str
@@ -131,10 +130,10 @@ class _Kind:
     """The longest answer, as a share of the sequence."""
     given: float = 0.0
     written: float = 0.75
-    """About what share of its tokens the target writes; the rest is given."""
+    """About the share of its tokens that the target writes; the rest is given."""
 
 
-# Tokens of an answer; few answers are longer.
+# Tokens of the longest answer; few would be longer.
 _LONGEST_ANSWER = 2048
 # In the order in which they are written: passages first, because the prompts of the others quote them.
 _KINDS = {
@@ -145,7 +144,7 @@ _KINDS = {
     "questions": _Kind(0.25, "questions", None, False, 0.5, written=0.8),
     "asked": _Kind(0.45, "prompts", "prompts", False, 0.5),
 }
-# The last dataset of a stage is the one that it is measured on while it trains.
+# While it trains, a stage is measured on its last dataset.
 _STAGES = {
     "base": ("passages", "continued", "questions", "asked"),
     "long": ("passages", "long_continued", "long_asked"),
@@ -175,7 +174,7 @@ def make_plan(
     planner = _Planner(target, config, device, draft, has_template, from_draft is not None)
     if tokens is None:
         assert seconds is not None
-        # Lengths follow the tokens, and times follow the lengths: a second look is near enough.
+        # The lengths depend on the tokens and the times on the lengths, so approach the solution in steps.
         tokens = int(1e6)
         for _ in range(4):
             tokens = int(tokens * _PLANNED * seconds / planner.plan(tokens, True).seconds)
@@ -277,7 +276,7 @@ class _Planner:
         return length
 
     def _long_length(self, tokens: int, short: int) -> int | None:
-        """The target's whole context, as far as memory and tokens allow; None if that is not long."""
+        """The target's whole context, or as much as memory and tokens allow; None if that is not long."""
         length = self._config.max_length // short * short
         while length > short and (
             tokens < _LONG_SEQUENCES * length or self._working(length) > 0.8 * self._free
@@ -301,7 +300,7 @@ class _Planner:
         )
 
     def _writing_rate(self, kind: _Kind, length: int) -> float:
-        """Tokens of a dataset per second, those that are given included."""
+        """Tokens of a dataset per second, with the given ones."""
         config, device = self._config, self._device
         context = length * (1 - kind.new) if kind.is_long else length / 3
         per_token = config.kv_bytes_per_token(device.itemsize)
@@ -316,7 +315,7 @@ class _Planner:
         return 1 / (writing + (1 - kind.written) * self._reading(1, context / 2) / share)
 
     def _reading(self, num_tokens: float, context: float) -> float:
-        """Seconds of arithmetic for so many tokens after a context."""
+        """Seconds of arithmetic for `num_tokens` tokens after a context."""
         config = self._config
         attention = 4 * config.num_layers * config.num_heads * config.head_dim * context
         return num_tokens * (2 * config.num_parameters + attention) / self._device.flops
@@ -344,6 +343,6 @@ class _Planner:
         return _TRAINING[self._device.type] / (self._reading(1, length / 2) + learning / self._device.flops)
 
     def _num_prompts(self, written: WrittenPlan) -> int:
-        """A prompt for every sample that the dataset is likely to have, and some more."""
+        """The number of prompts: one for each expected sample, and some more."""
         per_sample = written.seq_length // (4 if written.seq_length <= _SHORT else 3)
         return max(48, written.tokens // max(1, per_sample))

@@ -1,4 +1,4 @@
-"""The steps from a target to a draft, one after the other. A step that is finished is passed over.
+"""The steps from a target to a draft, one after the other. A finished step is skipped.
 
 OUTPUT/work/plan.json    the plan, and what was asked for
 OUTPUT/work/data/NAME    what the target wrote
@@ -48,19 +48,19 @@ from longspec.train.checkpoints import note_stages, progress_of
 from longspec.train.command import compose_config
 
 _PLAN, _SPENT = "plan.json", "spent.json"
-# Samples of a shard: what a kill can cost, and what a GPU's rows need to be kept busy.
+# Samples of a shard: few enough that a kill costs little, enough to keep a GPU's rows busy.
 _MOST_SHARD_SAMPLES, _SHARDS, _SAMPLES_PER_SEQUENCE = 8192, 8, 4
 # Sequences that a stage is measured on while it trains; their KV must fit into memory at once.
 _HELD_OUT_SEQUENCES, _HELD_OUT_TOKENS = 16, 2**18
 # The share of a budget that the last measurement keeps.
 _MEASURING = 0.05
-# What is measured: a chain, and a tree of 64 nodes without and with copied tokens, no deeper than the draft.
-_CHAIN, _LEVELS, _NODES, _COPIED = 4, (8, 16, 16, 16, 16, 16), 64, 12
+# Measured are a chain, and a tree of 64 nodes without and with lookup, no deeper than the draft.
+_CHAIN, _LEVELS, _NODES, _LOOKED_UP = 4, (8, 16, 16, 16, 16, 16), 64, 12
 
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """What `plan.json` says."""
+    """The content of `plan.json`."""
 
     asked: dict[str, Any]
     plan: Plan
@@ -72,10 +72,10 @@ class Step:
 
     name: str
     seconds: float
-    """Planned; 0 for what takes little time."""
+    """The planned time; 0 for a short step."""
     is_done: Callable[[], bool]
     run: Callable[[float | None], object]
-    """Takes the seconds that it may use, if time is limited."""
+    """Called with the seconds that the step may take; None without a limit."""
 
 
 def plan_draft(options: DraftOptions) -> Plan:
@@ -107,7 +107,7 @@ def plan_draft(options: DraftOptions) -> Plan:
 def make_draft(
     options: DraftOptions, plan: Plan, tell: Callable[[str], None] = lambda line: None
 ) -> list[Figures]:
-    """Do what is not done yet of the plan; returns what was measured."""
+    """Do the steps of the plan that are not done yet; returns the measured figures."""
     _check_installed()
     work = options.output / "work"
     with locked(work):
@@ -150,7 +150,7 @@ class _Clock:
 
 
 class _Making:
-    """Every step of one output folder."""
+    """The steps for one output folder."""
 
     def __init__(self, options: DraftOptions, plan: Plan, work: Path) -> None:
         self._options, self._plan, self._work = options, plan, work
@@ -269,7 +269,7 @@ class _Making:
         export(self._work / "run", draft)
 
     def _measure(self, _: float | None = None) -> None:
-        """tau by decoding, on prompts that nothing here was trained on."""
+        """Measure tau by decoding, on prompts that the draft was not trained on."""
         from longspec.api import LongSpec
 
         plan, draft, own = self._plan, self._work / "draft", self._work / OWN_HELD_OUT
@@ -298,7 +298,7 @@ class _Making:
         bench(model, workloads, setting, self._work / "measured")
 
     def _publish(self) -> None:
-        """Complete the draft with what was measured and given, and copy it out of the work folder.
+        """Add the measurements and the given documents to the draft, and copy it out of the work folder.
 
         The config comes last, because it makes the output a draft.
         """
@@ -313,13 +313,13 @@ class _Making:
 
 
 def measured_methods(max_lag: int) -> list[str]:
-    """The labels of what a draft of this depth is measured with."""
+    """The labels of the methods with which a draft of this depth is measured."""
     tree = f"tree:{'x'.join(map(str, _LEVELS[:max_lag]))}@{_NODES}"
-    return [f"seq:{min(_CHAIN, max_lag)}", tree, f"{tree}+{_COPIED}"]
+    return [f"seq:{min(_CHAIN, max_lag)}", tree, f"{tree}+{_LOOKED_UP}"]
 
 
 def _check_installed() -> None:
-    """Refuse to begin what could not be ended."""
+    """Refuse to begin if a package for a later step is missing."""
     missing = [name for name in ("hydra", "deepspeed") if find_spec(name) is None]
     if missing:
         raise UserError(f"training needs {' and '.join(missing)}: pip install 'longspec[train]'")
@@ -344,7 +344,7 @@ def _quoted(value: Any) -> str:
 
 
 def _free_memory() -> None:
-    """Give back what a step held: models, captured rounds and compiled layers."""
+    """Free the memory of a step: models, captured rounds and compiled layers."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     gc.collect()

@@ -1,4 +1,4 @@
-"""What the target is asked and given: prompts of many kinds, the user's own, and documents to quote.
+"""What the target is asked and given: prompts of many kinds, the user's prompts, and documents to quote.
 
 Nothing is fetched. Passages to quote are texts that the target wrote itself, documents of the user, and
 sources of the Python packages that are installed here, all of which have permissive licences.
@@ -49,14 +49,14 @@ PACKAGES = (
 )
 OWN_HELD_OUT = "own_held_out.jsonl"
 _TEXT_FILES = (".txt", ".md", ".text")
-# Of the user's prompts, one of so many is kept for the measurement; of fewer than this, none.
+# Every tenth of the user's prompts is kept for the measurement, up to 40; of fewer than ten, none.
 _HELD_OUT_EVERY, _MOST_HELD_OUT = 10, 40
-# Below so many tokens, Python's own library is enough to quote.
+# For fewer tokens, Python's own library is enough to quote.
 _MANY_TOKENS = 10**7
-# Passages are texts that others can quote: with names, figures and several paragraphs.
+# Passages are texts that other prompts can quote, with names, figures and several paragraphs.
 _PASSAGE_SHARES = {"reports": 5.0, "essays": 3.0, "stories": 2.0, "explanations": 1.0, "letters": 1.0}
 _LONG_SHARES = {"long_texts": 2.0, "long_retrieval": 1.0}
-# Of a long sequence, what a prompt may quote; the rest is for its question and its answer.
+# The share of a long sequence that a prompt may quote; the rest is for the question and the answer.
 _QUOTED = 0.7
 _NUM_MEASURED, _MEASURED_CHARACTERS = 200, 2000
 _SHORTEST_PASSAGE = 300
@@ -64,7 +64,7 @@ _SHORTEST_PASSAGE = 300
 
 @dataclass(frozen=True)
 class Sources:
-    """Makes the files of prompts and documents in the work folder; a file that is there stays."""
+    """Makes the files of prompts and documents in the work folder; an existing file stays."""
 
     work: Path
     plan: Plan
@@ -74,7 +74,7 @@ class Sources:
         return self.work / f"{name}.jsonl"
 
     def own_prompts(self) -> list[dict[str, Any]]:
-        """The user's prompts that may be trained on; the others go to the file of the measurement."""
+        """The user's prompts for training; the others are written to the file for the measurement."""
         if self.options.prompts is None:
             return []
         found = list(read_own_prompts(self.options.prompts))
@@ -113,7 +113,7 @@ class Sources:
             path.unlink()
 
     def make_prompts(self, tokenizer: Any) -> None:
-        """Short and long prompts, half of the short ones the user's."""
+        """Short and long prompts; up to half of the short ones are the user's."""
         longest = max(stage.seq_length for stage in self.plan.stages)
         room = _QUOTED * longest * self._characters_per_token(tokenizer)
         library = Library([str(self.path("documents"))], int(room))
@@ -122,7 +122,7 @@ class Sources:
             self._make("long_prompts", library, _LONG_SHARES, ())
 
     def _characters_per_token(self, tokenizer: Any) -> float:
-        """Measured on the first documents."""
+        """The average of the first documents."""
         records = islice(read_records([str(self.path("documents"))]), _NUM_MEASURED)
         texts = [record["text"][:_MEASURED_CHARACTERS] for _, record in records]
         num_tokens = sum(len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
@@ -180,7 +180,7 @@ def read_own_documents(path: Path) -> Iterator[str]:
 
 
 def written_texts(folder: Path, tokenizer: Any) -> Iterator[dict[str, str]]:
-    """What the target wrote in a dataset, each answer a text."""
+    """The answers that the target wrote in a dataset, each as a text."""
     dataset = Dataset(folder)
     source = dataset.info.sources[0]
     for index in range(len(dataset)):
@@ -193,7 +193,7 @@ def written_texts(folder: Path, tokenizer: Any) -> Iterator[dict[str, str]]:
 
 
 def _turns(record: Mapping[str, Any]) -> list[str]:
-    """What the user says in a prompt."""
+    """The user's messages in a prompt."""
     messages, later = read_prompt(record)
     return [*(one["content"] for one in messages if one["role"] == "user"), *later]
 

@@ -1,1 +1,1 @@
-"""Prompts of many kinds for a target to answer: a draft is good only at what its target was seen writing."""
+"""Prompts of many kinds for a target to answer, because a draft is good only at texts like those it saw."""

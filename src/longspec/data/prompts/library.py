@@ -21,13 +21,13 @@ _SENTENCE = re.compile(r"(?<![\w.])[A-Z][^.!?\n|*_#\[\]]{30,220}[.!?](?=[\s\"'])
 _NAME = re.compile(r"(?<=[a-z,] )[A-Z][a-z]{2,}(?: [A-Z][a-z]{2,})?")
 _LONGEST_PARSED = 80_000
 _TRIES = 50
-# Characters of a long prompt: at least, and at most where a caller does not say.
+# Characters of a long prompt: the fewest, and the most unless a caller says otherwise.
 _SHORTEST_LONG, LONGEST = 4_000, 26_000
 
 
 @dataclass(frozen=True)
 class Function:
-    """A documented function of a source file, without what stands around it."""
+    """A documented function of a source file, without the code around it."""
 
     name: str
     head: str
@@ -60,7 +60,7 @@ class Library:
         return bool(self._sources.texts)
 
     def long_size(self, rng: Random) -> int:
-        """Characters of a long prompt: every doubling up to the longest is as likely."""
+        """The number of characters of a long prompt; each doubling up to the longest is equally likely."""
         least = min(_SHORTEST_LONG, self._longest / 4)
         return int(least * (self._longest / least) ** rng.random())
 
@@ -78,7 +78,7 @@ class Library:
         return self.pages(rng, most)  # the texts have no such paragraphs
 
     def pages(self, rng: Random, characters: int) -> str:
-        """A long stretch of one book, from a paragraph on; of short texts, several one after the other."""
+        """A long part of one book that begins at a paragraph; if the text is short, several texts joined."""
         text, place = self._books.draw(rng)
         if len(text) <= characters:
             return self._books.joined(rng, characters)
@@ -87,7 +87,7 @@ class Library:
         return text[max(begin, 0) : max(begin, 0) + characters].strip()
 
     def sentence(self, rng: Random) -> str:
-        """One sentence, with no more than a line's worth of words."""
+        """One sentence of at most two lines or so."""
         for _ in range(_TRIES):
             text, place = self._books.draw(rng)
             found = _SENTENCE.search(text, place, place + 3000)
@@ -96,7 +96,7 @@ class Library:
         return " ".join(self.pages(rng, 200).split())  # the texts have no sentences
 
     def file(self, rng: Random, characters: int) -> str:
-        """A stretch of a source file that begins at a line's start; of short files, several."""
+        """A part of a source file that begins at a line's start; if the file is short, several files."""
         text, place = self._sources.draw(rng)
         if len(text) < characters // 2:
             return self._sources.joined(rng, characters).rsplit("\n", 1)[0]
@@ -121,7 +121,7 @@ Maker = Callable[[Random, Library], dict[str, Any]]
 
 
 class _Shelf:
-    """Texts from which places are drawn, each character as likely as any other."""
+    """Texts from which places are drawn; each character is equally likely."""
 
     def __init__(self, texts: list[str]) -> None:
         self.texts = texts
@@ -172,6 +172,6 @@ def _functions_of(text: str) -> list[Function]:
 
 
 def _dedented(lines: list[str]) -> str:
-    """As it would stand at the top level of a file."""
+    """The lines with the indentation that they would have at the top level of a file."""
     margin = len(lines[0]) - len(lines[0].lstrip())
     return "\n".join(line[margin:] if not line[:margin].strip() else line for line in lines)

@@ -1,4 +1,4 @@
-"""Prompts by shares of kinds; the seed and the number of a prompt decide it."""
+"""Prompts by shares of kinds. The seed and the number of a prompt decide what it is."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from longspec.data.prompts import code, functions, language, maths, passages, wr
 from longspec.data.prompts.library import Library, Maker
 from longspec.errors import UserError
 
-# How often another prompt is tried in the place of one that is there already or held out.
+# How often another prompt is tried in place of one that occurred before or is held out.
 _TRIES = 100
-# A prompt of the user is answered so many times, at different temperatures.
+# How often a prompt of the user is answered, at different temperatures.
 _OWN_TIMES = 3
 
 
@@ -29,7 +29,7 @@ class Kind:
 
     make: Maker
     share: float
-    """Of all prompts, unless shares are given; 0 is only on demand."""
+    """Its default share of all prompts; a kind with 0 is made only if a caller asks for it."""
     needs_books: bool = False
 
 
@@ -61,13 +61,13 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Made:
-    """What was written."""
+    """What `make_prompts` wrote."""
 
     counts: dict[str, int]
     """Prompts of each kind."""
     num_characters: int
     num_held_out: int
-    """Prompts that were made and left out for what they had in common with held-out text."""
+    """Prompts that were left out because they share text with held-out prompts."""
     num_repeated: int
 
 
@@ -80,9 +80,9 @@ def make_prompts(
     seed: int = 0,
     own: Sequence[dict[str, Any]] = (),
 ) -> Made:
-    """Write a JSONL of so many different prompts: `id`, `kind`, and `prompt`, `turns` or `messages`.
+    """Write a JSONL of `number` different prompts: `id`, `kind`, and `prompt`, `turns` or `messages`.
 
-    `own` are prompts of the user: half of the lines are theirs, as far as each comes `_OWN_TIMES` at most.
+    `own` are the user's prompts. They are half of the lines, but none comes more than `_OWN_TIMES`.
     """
     names, weights = _shares(shares, library)
     if number < 1:
@@ -109,7 +109,7 @@ def make_prompts(
 def _fresh(
     rng: Random, kind: str, library: Library, held_out: HeldOut, seen: set[bytes], dropped: Counter[str]
 ) -> dict[str, Any]:
-    """A prompt that is not there yet and shares nothing with what is held out."""
+    """A prompt that has not occurred yet and shares no text with held-out ones."""
     for _ in range(_TRIES):
         record = KINDS[kind].make(rng, library)
         texts = _texts(record)

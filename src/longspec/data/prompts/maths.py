@@ -15,7 +15,7 @@ def maths(rng: Random, library: Library) -> dict[str, Any]:
 
 
 def _values(rng: Random, problem: str) -> dict[str, Any]:
-    """What its places may be filled with: small numbers y and z, middling x, big ones, prices, times."""
+    """Values for the places of a problem: small numbers y and z, larger x, big ones, prices, times."""
     y, z = rng.randint(2, 25), rng.randint(2, 12)
     chickens, rabbits = rng.randint(3, 40), rng.randint(3, 40)
     first, second = rng.sample(words("names"), 2)
@@ -26,7 +26,7 @@ def _values(rng: Random, problem: str) -> dict[str, Any]:
         "t": rng.choice(words("things")),
         "y": y,
         "z": z,
-        # With legs to be counted, as many animals as have them.
+        # In problems about legs, the number of animals must match the number of legs.
         "x": chickens + rabbits if "{legs}" in problem else rng.randint(20, 150),
         "legs": 2 * chickens + 4 * rabbits,
         "x2": rng.randint(20, 100),

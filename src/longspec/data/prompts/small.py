@@ -1,7 +1,7 @@
-"""Small functions whose heads are shown, with examples that are true: the bodies here make them.
+"""Small functions whose heads become prompts. The bodies compute the examples in the prompts.
 
-The lines of a docstring are ways to say what the function does. What is drawn for an argument goes by its
-name.
+Each line of a docstring is one way to say what the function does. An argument's name decides which values
+are drawn for it (`longspec.data.prompts.functions`).
 """
 
 from __future__ import annotations

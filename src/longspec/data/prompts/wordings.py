@@ -1,7 +1,7 @@
-"""The wordings that prompts are put together from, in the files of `texts`.
+"""The wordings from which prompts are made, in the files of `texts`.
 
-A file has sections, each begun by `== NAME`; a line is one wording, with `\\n` for a line break. One that
-stands there twice is drawn twice as often. Places to be filled in are in braces, `{}` being what is quoted.
+A section of a file begins with `== NAME`. Each line is one wording, with `\\n` for a line break. A wording
+that occurs twice is drawn twice as often. Places to fill in are in braces; `{}` is the quoted text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def wordings(file: str, section: str) -> tuple[str, ...]:
 
 
 def sections(file: str, prefix: str) -> dict[str, tuple[str, ...]]:
-    """All sections whose names begin so, by the rest of their names."""
+    """All sections whose names begin with `prefix`, by the rest of their names."""
     return {
         name.removeprefix(prefix): lines for name, lines in _read(file).items() if name.startswith(prefix)
     }
@@ -29,7 +29,7 @@ def words(section: str) -> tuple[str, ...]:
 
 
 def filled(template: str, quoted: str, **values: str) -> str:
-    """A wording with its places filled; what is quoted comes last, because it may have braces of its own."""
+    """A wording with its places filled. The quoted text comes last, because it may contain braces."""
     for place, value in values.items():
         template = template.replace(f"{{{place}}}", value)
     return template.replace("{}", quoted)

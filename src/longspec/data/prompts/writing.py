@@ -35,7 +35,7 @@ def _drawn(rng: Random, *names: str) -> str:
     first, second = rng.sample(topics, 2)
     values = {place: rng.choice(words(section)) for place, section in _SINGLE.items()}
     values |= {"t": first, "t2": second, "n": str(rng.randint(3, 9))}
-    # What the template goes into, `{}`, is for the caller.
+    # The place `{}` is left for the caller.
     filled = _PLACE.sub(lambda found: values[found[1]], template)
     return _ARTICLE.sub(r"\1n ", filled)
 
@@ -53,7 +53,7 @@ def asking(section: str) -> Maker:
 
 
 def essays(rng: Random, library: Library) -> dict[str, Any]:
-    """What asks for a long answer."""
+    """A prompt that asks for a long answer."""
     return {"prompt": _drawn(rng, "essays")}
 
 

@@ -143,14 +143,13 @@ class LongSpec:
         if len(devices) > 1:
             follow_if_told(len(devices))
         find = partial(hub.resolve, target, revision=revision, offline=offline, progress=progress)
-        shape = read_shape(find, devices[0], dtype, weights, kv_dtype, backend)
-        precision = shape.precision
+        entry, config, precision, limit = read_shape(find, devices[0], dtype, weights, kv_dtype, backend)
         if devices[0].type == "cpu" and precision.rounding is not None and attention not in ("auto", "torch"):
             raise UserError(f"attention {attention!r} does not go with rounded weights; use auto or torch")
-        limit = _pick_max_length(max_length, shape.limit)
-        draft_name = name_of("draft", draft) if draft else hub.default_draft(shape.entry)
+        limit = _pick_max_length(max_length, limit)
+        draft_name = name_of("draft", draft) if draft else hub.default_draft(entry)
         draft_name = None if draft_name == "none" else draft_name
-        check_fits(target, shape.config, precision, *devices)
+        check_fits(target, config, precision, *devices)
         files = find()
         defaults = _read_defaults(files.folder)
         encoder = PromptEncoder(files.folder, files.chat_template)
@@ -158,7 +157,7 @@ class LongSpec:
         path = None
         if draft_name is not None:
             path = hub.resolve_draft(draft_name, offline=offline, progress=progress)
-        plan = LoadPlan(target, files.folder, shape.config, precision, attention, path, draft_dtype)
+        plan = LoadPlan(target, files.folder, config, precision, attention, path, draft_dtype)
         sizes = {"max_length": max_length, "limit": limit, "max_rows": max_rows, "kv_memory": kv_memory}
         engine = load_engine(plan, devices, progress, exact=exact, **sizes)
         loaded = cls(engine, encoder, target, defaults, answer_ends, draft_name)

@@ -23,9 +23,7 @@ from longspec.decoding.methods import Tree
 from longspec.hub.registry import DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    import torch
-
-    from longspec.config import DraftConfig, ModelConfig
+    from longspec.config import DraftConfig
     from longspec.hub import ModelEntry
 
 _MODELS = """\
@@ -104,7 +102,7 @@ def _info(arguments: argparse.Namespace) -> int:
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     from longspec.attention import choose_backend
     from longspec.engine.load import read_shape
-    from longspec.engine.memory import plan_decoding
+    from longspec.engine.memory import page_size, plan_decoding, size_engine
     from longspec.errors import UserError
     from longspec.hub import resolve
     from longspec.models.placement import pick_devices
@@ -112,20 +110,30 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     devices = pick_devices(arguments.device, arguments.tensor_parallel)
     device = devices[0]
     find = partial(resolve, arguments.target, revision=arguments.revision, offline=arguments.offline)
-    found = read_shape(find, device, arguments.dtype, arguments.weights, arguments.kv_dtype, choose_backend())
-    config, precision, limit = found.config, found.precision, found.limit
+    entry, config, precision, limit = read_shape(
+        find, device, arguments.dtype, arguments.weights, arguments.kv_dtype, choose_backend()
+    )
     context, batch = arguments.context or limit, arguments.batch
     if context > limit:
         raise UserError(f"--context is {context}; the target's limit is {limit} tokens")
     shape = Tree(arguments.tree_shape).tree_shape  # refuses a bad one
-    draft_name, draft = _draft(arguments, found.entry)
+    draft_name, draft = _draft(arguments, entry)
     budget = plan_decoding(config, draft, context, batch, shape, precision, *devices)
     share = config.shared_by(len(devices))
-    per_token = share.kv_bytes_per_token(precision.kv_dtype.itemsize)
+    dtype, per_token = precision.kv_dtype, share.kv_bytes_per_token(precision.kv_dtype.itemsize)
     beside = plan_decoding(config, draft, 1, 1, shape, precision, *devices)
     rest = budget.free - budget.needs.weights - budget.needs.draft_weights
+    page = page_size(dtype, config.head_dim, device.type == "cuda")
+    try:
+        size = size_engine(
+            *(share, dtype, device, rest, page),
+            max_rows=arguments.max_rows, kv_bytes=arguments.kv_memory, limit=limit,
+        )  # fmt: skip
+        engine = asdict(size) | {"kv_tokens": size.num_tokens}
+    except UserError:
+        engine = None  # it does not fit, as the report says
     return {
-        "target": found.name,
+        "target": arguments.target,
         "family": config.family,
         "parameters": config.num_parameters,
         "layers": config.num_layers,
@@ -149,31 +157,8 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "free_bytes": budget.free,
         "device_bytes": budget.device_total,
         "left_bytes": budget.left,
-        "engine": _engine_size(arguments, share, precision.kv_dtype, device, rest, limit),
+        "engine": engine,
     }
-
-
-def _engine_size(
-    arguments: argparse.Namespace,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    free: int,
-    limit: int,
-) -> dict[str, int] | None:
-    """The size of the engine that `generate` would make here; None if it does not fit."""
-    from longspec.engine.memory import page_size, size_engine
-    from longspec.errors import UserError
-
-    page = page_size(dtype, config.head_dim, device.type == "cuda")
-    try:
-        size = size_engine(
-            config, dtype, device, free, page,
-            max_rows=arguments.max_rows, kv_bytes=arguments.kv_memory, limit=limit,
-        )  # fmt: skip
-    except UserError:
-        return None
-    return asdict(size) | {"kv_tokens": size.num_tokens}
 
 
 def _draft(arguments: argparse.Namespace, entry: ModelEntry | None) -> tuple[str | None, DraftConfig | None]:

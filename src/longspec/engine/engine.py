@@ -299,12 +299,9 @@ class Engine:
                 target, config = self.models.target, self.models.target.config
                 like = target.norm.weight.new_zeros(1, config.num_heads, config.head_dim)
                 target.attention.warm_up(like, config.num_kv_heads, self.max_length)
-            most = 1 if max_rows == 1 else MOST_SEGMENTS
+            num_segments = row_buckets(1 if max_rows == 1 else MOST_SEGMENTS)
             works: list[tuple[Any, ...]] = [
-                ("segments", size, sampled)
-                for size in row_buckets(MOST_SEGMENTS)
-                if size <= most
-                for sampled in (False, True)
+                ("segments", size, sampled) for size in num_segments for sampled in (False, True)
             ]
             for size in [size for size in device.buckets if size <= device.bucket(max_rows)]:
                 picked = self.policy.pick([Outlook(0.0)] * size, None, size, 512)

@@ -30,19 +30,6 @@ _CPU_VOCAB = 8192
 _SMALLER = "free some memory, or use a smaller dtype, a smaller target or another device"
 
 
-@dataclass(frozen=True)
-class TargetShape:
-    """What is known of a target from its config alone, before its weights are fetched."""
-
-    entry: hub.ModelEntry | None
-    """Its entry, if it has a short name."""
-    name: str
-    config: ModelConfig
-    precision: Precision
-    limit: int
-    """The most tokens of its context."""
-
-
 def read_shape(
     find: Callable[..., hub.TargetFiles],
     device: torch.device,
@@ -50,17 +37,14 @@ def read_shape(
     weights: str,
     kv_dtype: str,
     backend: Attention,
-) -> TargetShape:
-    """Fetch only the config of a target, so that one that cannot run or fit is refused before a long load.
-
-    `find` is `hub.resolve` with the target's name.
-    """
+) -> tuple[hub.ModelEntry | None, ModelConfig, Precision, int]:
+    """A target's entry, config, precision and context limit, from its config alone: a target that cannot run
+    or fit is refused before its weights are fetched. `find` is `hub.resolve` with the target's name."""
     files = find(config_only=True)
     config = read_config(files.folder, files.config)
     precision = pick_precision(weights, pick_dtype(dtype, device), device, config.quantisation)
     precision = with_kv_dtype(precision, kv_dtype, config.head_dim, device, backend)
-    limit = files.entry.context if files.entry else config.max_length
-    return TargetShape(files.entry, files.name, config, precision, limit)
+    return files.entry, config, precision, files.entry.context if files.entry else config.max_length
 
 
 @dataclass(frozen=True)

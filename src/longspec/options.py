@@ -73,10 +73,8 @@ def read_options(options: Mapping[str, Any]) -> Settings:
     names = [field.name for field in fields(Sampling)]
     sampling = {name: given[name] for name in names if name in given}
     Sampling(**sampling)
-    max_new_tokens = (
-        whole_number("max_new_tokens", given["max_new_tokens"]) if "max_new_tokens" in given else None
-    )
-    if max_new_tokens is not None and max_new_tokens < 1:
+    max_new_tokens = given.get("max_new_tokens")
+    if max_new_tokens is not None and (max_new_tokens := whole_number("max_new_tokens", max_new_tokens)) < 1:
         raise UserError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
     return Settings(
         sampling=sampling,

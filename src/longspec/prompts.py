@@ -85,15 +85,7 @@ def tokenizer_explained(what: str, *others: type[BaseException]) -> Iterator[Non
     try:
         yield
     except BaseException as error:  # a panic in the Rust tokenizers is no Exception
-        kept: tuple[type[BaseException], ...] = (
-            UserError,
-            KeyboardInterrupt,
-            SystemExit,
-            GeneratorExit,
-            MemoryError,
-            *others,
-        )
-        if isinstance(error, kept):
+        if isinstance(error, (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, *others)):
             raise
         raise UserError(f"{what}: {reason_of(error)}") from error
 

@@ -53,7 +53,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         help="builtin, builtin:KIND, repo:N or text:N (a prompt of N tokens), longbench:TASK, aime, or a "
         "JSONL file with `prompt` or `turns`; repeatable (default: builtin)",
     )
-    parser.add_argument("--data", metavar="FOLDER", help="has TASK.jsonl of LongBench and aime.jsonl")
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="has TASK.jsonl of LongBench and aime.jsonl"
+    )
     add_options(parser, RunSetting, "limit", "batch")
     _add_methods(parser)
     _add_run(parser, max_new_tokens=64, repeats=3)
@@ -89,7 +91,13 @@ def _add_aime(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_published(parser: argparse.ArgumentParser, model: str, max_gen_len: int) -> None:
-    parser.add_argument("--data_path_prefix", metavar="FOLDER", help="has the data (default: from the hub)")
+    parser.add_argument(
+        "--data_path_prefix",
+        dest="data",
+        type=Path,
+        metavar="FOLDER",
+        help="has the data (default: from the hub)",
+    )
     parser.add_argument("--method", default="tree", help="compared with vanilla (%(default)s)")
     add_options(parser, Seq, "gamma")
     parser.add_argument(
@@ -139,13 +147,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     from longspec.errors import UserError
 
     names = list(dict.fromkeys(arguments.workload or ["builtin"]))
-    data = Path(arguments.data) if arguments.data else None
     for name in names:
         check_name(name)
     settings = _settings(arguments, arguments.methods.split(","), arguments.limit, arguments.batch)
     if settings.batch > 1 and arguments.baseline:
         raise UserError(f"--baseline {arguments.baseline} answers one prompt at a time; leave out --batch")
-    return _bench(arguments, settings, lambda model: [load_workload(name, model, data) for name in names])
+    return _bench(
+        arguments, settings, lambda model: [load_workload(name, model, arguments.data) for name in names]
+    )
 
 
 def _context(arguments: argparse.Namespace) -> int:
@@ -168,16 +177,16 @@ def _longbench(arguments: argparse.Namespace) -> int:
     name = f"longbench:{arguments.task}"
     check_name(name)
     settings = _settings(arguments, [_published_label(arguments)], arguments.test_length or None)
-    data = Path(arguments.data_path_prefix) if arguments.data_path_prefix else None
-    return _bench(arguments, settings, lambda model: [load_workload(name, model, data)])
+    return _bench(arguments, settings, lambda model: [load_workload(name, model, arguments.data)])
 
 
 def _aime(arguments: argparse.Namespace) -> int:
     from longspec.bench.catalogue import aime
 
     settings = _settings(arguments, [_published_label(arguments)])
-    data = Path(arguments.data_path_prefix) if arguments.data_path_prefix else None
-    return _bench(arguments, settings, lambda model: [aime(data, arguments.id_min, arguments.id_max)])
+    return _bench(
+        arguments, settings, lambda model: [aime(arguments.data, arguments.id_min, arguments.id_max)]
+    )
 
 
 def _published_label(arguments: argparse.Namespace) -> str:
@@ -274,9 +283,12 @@ def _show(figures: Sequence[Figures], run: dict[str, Any]) -> None:
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of `longspec bench`")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of `longspec bench`")
     parser.add_argument(
-        "--output", metavar="FILE", help="the page to write (default: report.html in the first run)"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the page to write (default: report.html in the first run)",
     )
     add_number(parser, "--answers", 4, "shown in colour", least=0)
 
@@ -284,22 +296,23 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 def _report(arguments: argparse.Namespace) -> int:
     from longspec.bench.report import write_page
 
-    runs = [Path(one) for one in arguments.runs]
-    output = Path(arguments.output) if arguments.output else runs[0] / "report.html"
-    write_page(runs, output, arguments.answers)
+    output = arguments.output or arguments.runs[0] / "report.html"
+    write_page(arguments.runs, output, arguments.answers)
     print(printable(str(output)))
     return 0
 
 
 def _add_acceptance(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of `longspec bench`, with this draft")
-    parser.add_argument("--draft", required=True, metavar="FOLDER", help="whose config and card are updated")
+    about = "folders of `longspec bench`, with this draft"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=about)
+    about = "whose config and card are updated"
+    parser.add_argument("--draft", required=True, type=Path, metavar="FOLDER", help=about)
 
 
 def _acceptance(arguments: argparse.Namespace) -> int:
     from longspec.bench.acceptance import note_acceptance
 
-    print(json.dumps(note_acceptance([Path(one) for one in arguments.runs], Path(arguments.draft))))
+    print(json.dumps(note_acceptance(arguments.runs, arguments.draft)))
     return 0
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add_options(parser.add_mutually_exclusive_group(), LoadSetting, "rates", "shares")
     parser.add_argument("--workload", default="builtin", metavar="NAME", help="as for bench generate")
-    parser.add_argument("--data", metavar="FOLDER", help="as for bench generate")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="as for bench generate")
     add_options(parser, LoadSetting, "requests", "max_new_tokens", "method", "temperature", "seed")
     parser.add_argument("--output", metavar="FILE", help="write the JSON to this file too")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -37,8 +37,8 @@ def _load(arguments: argparse.Namespace) -> int:
     check_name(arguments.workload)
     setting = LoadSetting(**given(arguments, options_of(LoadSetting)))
     model = load(arguments, calibrate=setting.uses_auto)
-    data = Path(arguments.data) if arguments.data else None
-    workload = fitting(load_workload(arguments.workload, model, data), model, setting.max_new_tokens)
+    workload = load_workload(arguments.workload, model, arguments.data)
+    workload = fitting(workload, model, setting.max_new_tokens)
     found = measure_load(model, workload, setting, progress=True)
     text = json.dumps(asdict(found))
     if arguments.output:

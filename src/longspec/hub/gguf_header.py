@@ -96,9 +96,8 @@ class _Walker:
         return start
 
     def scalar(self, code: str) -> Any:
-        return struct.unpack_from("<" + code, self.data, self.take(struct.calcsize("<" + code), "a number"))[
-            0
-        ]
+        start = self.take(struct.calcsize("<" + code), "a number")
+        return struct.unpack_from("<" + code, self.data, start)[0]
 
     def count(self, what: str, limit: int) -> int:
         number: int = self.scalar("Q")

@@ -28,24 +28,18 @@ from longspec.pipeline.options import DraftOptions
 from longspec.pipeline.plan import Plan
 
 PACKAGES = (
-    "numpy",
-    "torch",
-    "transformers",
-    "huggingface_hub",
-    "jinja2",
-    "pydantic",
-    "rich",
-    "starlette",
-    "scipy",
-    "pandas",
-    "networkx",
-    "sympy",
-    "requests",
-    "httpx",
-    "click",
-    "pytest",
-    "werkzeug",
-    "setuptools",
+    *(
+        "numpy",
+        "torch",
+        "transformers",
+        "huggingface_hub",
+        "jinja2",
+        "pydantic",
+        "rich",
+        "starlette",
+        "scipy",
+    ),
+    *("pandas", "networkx", "sympy", "requests", "httpx", "click", "pytest", "werkzeug", "setuptools"),
 )
 OWN_HELD_OUT = "own_held_out.jsonl"
 _TEXT_FILES = (".txt", ".md", ".text")

@@ -10,18 +10,7 @@ from collections.abc import Callable
 from itertools import count
 
 from longspec.engine.sequence import Sequence
-from longspec.server.wire import (
-    Ask,
-    AskStatus,
-    Cancel,
-    End,
-    Message,
-    News,
-    Row,
-    Status,
-    framed,
-    receive_async,
-)
+from longspec.server.wire import Ask, AskStatus, Cancel, End, Message, News, Row, Status, framed, read_message
 
 _LOST = End("closed", "EngineLost")
 
@@ -59,14 +48,11 @@ class Link:
         on_news: Callable[[Row], None],
     ) -> list[tuple[int, Row]]:
         """Ask for answers to sequences; `on_news` is called with a row that has news."""
-        rows = []
+        numbered = [(next(self._numbers), sequence) for sequence in sequences]
+        rows = [(number, Row(len(one.prompt), one.seed, one.num_logprobs)) for number, one in numbered]
+        self._open |= {number: (row, on_news) for number, row in rows}
         for sequence in sequences:
-            row = Row(len(sequence.prompt), sequence.seed, sequence.num_logprobs)
-            number = next(self._numbers)
-            rows.append((number, row))
-            self._open[number] = (row, on_news)
-            sequence.stop_after = None
-        numbered = [(number, sequence) for (number, _), sequence in zip(rows, sequences, strict=True)]
+            sequence.stop_after = None  # a function is not sent; `Host` makes its own from `stop`
         self._send(Ask(numbered, stop, grammar))
         return rows
 
@@ -89,7 +75,7 @@ class Link:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                self._take(await receive_async(reader))
+                self._take(await read_message(reader))
         except (asyncio.IncompleteReadError, ConnectionError):
             self._lose()
 

@@ -121,7 +121,7 @@ def send(link: socket.socket, message: Message) -> None:
     link.sendall(framed(message))
 
 
-async def receive_async(reader: asyncio.StreamReader) -> Any:
+async def read_message(reader: asyncio.StreamReader) -> Any:
     """The next message; raises IncompleteReadError or ConnectionError if the other side is gone."""
     (size,) = _SIZE.unpack(await reader.readexactly(_SIZE.size))
     return pickle.loads(await reader.readexactly(size))

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from longspec import LongSpec
 from longspec.data.options import SynthesisOptions
 from longspec.data.samples import Script
-from longspec.data.screen import Seen, is_repetitive, loop_start, signature
+from longspec.data.screen import SeenTexts, is_repetitive, loop_start, signature
 from longspec.data.shards import Dataset, Role
 from longspec.data.synthesize import synthesize
 from longspec.decoding.methods import VANILLA
@@ -93,7 +93,7 @@ def test_loops_and_near_duplicates_are_found() -> None:
     counted = np.concatenate([[100 + number, *range(12)] for number in range(30)])
     assert loop_start(counted) is None
     assert is_repetitive(counted)
-    seen = Seen()
+    seen = SeenTexts()
     assert seen.add(signature(prose, 0))
     changed = prose.copy()
     changed[[50, 200]] = 1

@@ -27,7 +27,7 @@ _LONGEST_DOCUMENT = 200_000
 _LEAST_PIECE = 2000
 _LONGEST_LICENCE = 60
 
-Document = tuple[str, str, str, str]
+Collected = tuple[str, str, str, str]
 """Kind, source, licence, text."""
 
 
@@ -46,7 +46,7 @@ def collect(
     return made
 
 
-def _write(file: TextIO, documents: Iterator[Document], held_out: HeldOut) -> Counter[str]:
+def _write(file: TextIO, documents: Iterator[Collected], held_out: HeldOut) -> Counter[str]:
     counts: Counter[str] = Counter()
     for kind, source, under, text in documents:
         pieces = held_out.cut(text)
@@ -60,7 +60,7 @@ def _write(file: TextIO, documents: Iterator[Document], held_out: HeldOut) -> Co
     return counts
 
 
-def _documents(books: Sequence[str], packages: Sequence[str], licence: str) -> Iterator[Document]:
+def _documents(books: Sequence[str], packages: Sequence[str], licence: str) -> Iterator[Collected]:
     for book in books:
         for _, record in read_records([book]):
             text = record.get("text")

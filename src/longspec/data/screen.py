@@ -74,7 +74,7 @@ def signature(tokens: NDArray[np.int64], kind: int) -> NDArray[np.uint64]:
     return _mixed(bands + np.arange(_BANDS, dtype=np.uint64) + np.uint64(_BANDS * kind))
 
 
-class Seen:
+class SeenTexts:
     """Remembers the last 262,144 texts that were kept; the bound limits memory."""
 
     def __init__(self) -> None:

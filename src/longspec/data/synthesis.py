@@ -26,7 +26,7 @@ from longspec.atomic import write_whole
 from longspec.data.options import MODES, SynthesisOptions
 from longspec.data.pack import Document, pack_whole
 from longspec.data.samples import AT_ONCE, Sample, Script
-from longspec.data.screen import Seen
+from longspec.data.screen import SeenTexts
 from longspec.data.shards import (
     Source,
     finish,
@@ -63,7 +63,7 @@ class SynthesisState:
     num_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     """Samples kept, and dropped by reason; and what `_CUTS` names."""
-    seen: Seen = field(default_factory=Seen)
+    seen: SeenTexts = field(default_factory=SeenTexts)
 
 
 @dataclass(frozen=True)

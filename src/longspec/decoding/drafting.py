@@ -25,14 +25,11 @@ from longspec.models.native import ops_of
 
 if TYPE_CHECKING:
     from longspec.kernels.norm import Residual
+    from longspec.kernels.tree import Levels
     from longspec.models.fused import FusedOps
 
 # For wider levels torch's own top-k is faster than our kernel.
 _WIDEST = 32
-
-Levels = tuple[Tensor, Tensor, Tensor]
-"""Tokens and parents, int64 [B, N], and scores, fp32 [B, N], of a tree while it grows level by level. A score
-is the sum of log-probabilities from the root."""
 
 
 def propose(method: Drafted, models: Models, rows: Slots, sampled: bool) -> TokenTree:

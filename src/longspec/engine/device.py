@@ -25,7 +25,7 @@ from longspec.engine.fill import MOST_SEGMENTS, SEGMENT, Segments, read_into_rin
 from longspec.engine.graph import capture
 from longspec.engine.memory import EngineSize
 from longspec.engine.orders import on_every_rank
-from longspec.engine.transfer import Report, put_rows, send
+from longspec.engine.transfer import Report, put_rows, to_device
 from longspec.models.draft import ContextHead, DraftHead, GlideDraft
 from longspec.models.target import Transformer
 
@@ -331,7 +331,7 @@ class Device:
             part.copy_(values)
 
     def _send(self, values: list[Any]) -> Tensor:
-        return send(values, self.models.target.device)
+        return to_device(values, self.models.target.device)
 
 
 def make_device(

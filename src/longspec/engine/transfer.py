@@ -32,7 +32,7 @@ class Report:
         return self._values.tolist()
 
 
-def send(values: list[Any] | Tensor, device: torch.device) -> Tensor:
+def to_device(values: list[Any] | Tensor, device: torch.device) -> Tensor:
     """Copy numbers to the device, from pinned memory, because other copies wait for all queued work."""
     made = values if isinstance(values, Tensor) else torch.tensor(values)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
@@ -53,6 +53,6 @@ def put_rows(
         for slot, start, row in zip(slots, starts, rows, strict=True)
     ]
     both = np.stack((np.frombuffer(flat, np.int64), np.concatenate(places)))
-    numbers, goals = send(torch.from_numpy(both), whole.device)
+    numbers, goals = to_device(torch.from_numpy(both), whole.device)
     whole.view(-1)[goals] = numbers.to(whole.dtype)
     return numbers

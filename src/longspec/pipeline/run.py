@@ -1,4 +1,4 @@
-"""The steps from a target to a draft, one after the other. A finished step is skipped.
+"""The phases from a target to a draft, one after the other. A finished phase is skipped.
 
 OUTPUT/work/plan.json    the plan, and what was asked for
 OUTPUT/work/data/NAME    what the target wrote
@@ -67,15 +67,15 @@ class SavedPlan:
 
 
 @dataclass(frozen=True)
-class Step:
+class Phase:
     """A part of the work."""
 
     name: str
     seconds: float
-    """The planned time; 0 for a short step."""
+    """The planned time; 0 for a short phase."""
     is_done: Callable[[], bool]
     run: Callable[[float | None], object]
-    """Called with the seconds that the step may take; None without a limit."""
+    """Called with the seconds that the phase may take; None without a limit."""
 
 
 def plan_draft(options: DraftOptions) -> Plan:
@@ -107,7 +107,7 @@ def plan_draft(options: DraftOptions) -> Plan:
 def make_draft(
     options: DraftOptions, plan: Plan, tell: Callable[[str], None] = lambda line: None
 ) -> list[Figures]:
-    """Do the steps of the plan that are not done yet; returns the measured figures."""
+    """Do the phases of the plan that are not done yet; returns the measured figures."""
     _check_installed()
     work = options.output / "work"
     with locked(work):
@@ -116,79 +116,79 @@ def make_draft(
             _check_disk(work, plan.disk)
             saved = {"asked": options.asked, "plan": asdict(plan)}
             write_whole(work / _PLAN, json.dumps(saved, indent=1).encode())
-        steps = list(_Making(options, plan, work).steps())
-        _Clock(work, plan, tell).run(steps)
+        phases = list(_Making(options, plan, work).phases())
+        _Schedule(work, plan, tell).run(phases)
     return conclude(work / "measured")
 
 
-class _Clock:
-    """Runs steps, and gives each its share of the time that is left."""
+class _Schedule:
+    """Runs phases, and gives each its share of the time that is left."""
 
     def __init__(self, work: Path, plan: Plan, tell: Callable[[str], None]) -> None:
         self._path, self._plan, self._tell = work / _SPENT, plan, tell
         self._spent = read_record(self._path, dict[str, float]) if self._path.is_file() else {}
-        """Seconds of the finished steps."""
+        """Seconds of the finished phases."""
 
-    def run(self, steps: list[Step]) -> None:
-        for number, step in enumerate(steps):
-            rest = [one for one in steps[number:] if not one.is_done()]
-            if step not in rest:
+    def run(self, phases: list[Phase]) -> None:
+        for number, phase in enumerate(phases):
+            rest = [one for one in phases[number:] if not one.is_done()]
+            if phase not in rest:
                 continue
             planned = sum(one.seconds for one in rest)
             left, allowed = planned, None
             if self._plan.is_limited:
                 left = max(0.0, self._plan.seconds - sum(self._spent.values()))
-                allowed = max(1.0, step.seconds * min(1.0, left / planned)) if step.seconds else None
-            about = f", about {duration(allowed or step.seconds)}" if step.seconds else ""
+                allowed = max(1.0, phase.seconds * min(1.0, left / planned)) if phase.seconds else None
+            about = f", about {duration(allowed or phase.seconds)}" if phase.seconds else ""
             whole = f"; {duration(left)} left in all" if left else ""
-            self._tell(f"[{number + 1}/{len(steps)}] {step.name}{about}{whole}")
+            self._tell(f"[{number + 1}/{len(phases)}] {phase.name}{about}{whole}")
             started = time.perf_counter()
-            step.run(allowed)
+            phase.run(allowed)
             _free_memory()
-            self._spent[step.name] = round(time.perf_counter() - started, 1)
+            self._spent[phase.name] = round(time.perf_counter() - started, 1)
             write_whole(self._path, json.dumps(self._spent).encode())
 
 
 class _Making:
-    """The steps for one output folder."""
+    """The phases for one output folder."""
 
     def __init__(self, options: DraftOptions, plan: Plan, work: Path) -> None:
         self._options, self._plan, self._work = options, plan, work
         self._sources = Sources(work, plan, options)
 
-    def steps(self) -> Iterator[Step]:
+    def phases(self) -> Iterator[Phase]:
         sources, written = self._sources, {one.name: one for one in self._plan.written}
-        yield self._file_step("prompts for passages", "passage_prompts", sources.make_passage_prompts)
-        yield self._write_step(written.pop("passages"))
-        yield self._file_step(
+        yield self._file_phase("prompts for passages", "passage_prompts", sources.make_passage_prompts)
+        yield self._write_phase(written.pop("passages"))
+        yield self._file_phase(
             "documents to quote", "documents", lambda: sources.make_documents(self._tokenizer())
         )
         last = "long_prompts" if "long_prompts" in self._plan.num_prompts else "prompts"
-        yield self._file_step("prompts of many kinds", last, lambda: sources.make_prompts(self._tokenizer()))
+        yield self._file_phase("prompts of many kinds", last, lambda: sources.make_prompts(self._tokenizer()))
         for one in written.values():
-            yield self._write_step(one)
+            yield self._write_phase(one)
         previous = None if self._options.draft is None else hub.resolve_draft(self._options.draft)
         for stage in self._plan.stages:
-            yield self._train_step(stage, previous)
+            yield self._train_phase(stage, previous)
             previous = self._work / "run" / stage.name
         draft = self._work / "draft"
-        yield Step("export", 0, draft.exists, lambda _: self._export(draft))
+        yield Phase("export", 0, draft.exists, lambda _: self._export(draft))
         summary = self._work / "measured" / "summary.json"
         reserved = _MEASURING * self._plan.seconds if self._plan.is_limited else 0.0
-        yield Step("measure", reserved, summary.is_file, self._measure)
+        yield Phase("measure", reserved, summary.is_file, self._measure)
         published = self._options.output / "config.json"
-        yield Step("publish", 0, published.is_file, lambda _: self._publish())
+        yield Phase("publish", 0, published.is_file, lambda _: self._publish())
 
-    def _file_step(self, name: str, file: str, make: Callable[[], None]) -> Step:
+    def _file_phase(self, name: str, file: str, make: Callable[[], None]) -> Phase:
         path = self._sources.path(file)
-        return Step(name, 0, path.is_file, lambda _: make())
+        return Phase(name, 0, path.is_file, lambda _: make())
 
     def _tokenizer(self) -> Any:
         return PromptEncoder(hub.resolve_tokenizer(self._options.target).folder).tokenizer
 
-    def _write_step(self, one: WrittenPlan) -> Step:
+    def _write_phase(self, one: WrittenPlan) -> Phase:
         folder = self._work / "data" / one.name
-        return Step(
+        return Phase(
             f"write {one.name}",
             one.seconds,
             lambda: is_finished(folder),
@@ -216,7 +216,7 @@ class _Making:
             **files,
         )
 
-    def _train_step(self, stage: StagePlan, previous: Path | None) -> Step:
+    def _train_phase(self, stage: StagePlan, previous: Path | None) -> Phase:
         run = self._work / "run" / stage.name
 
         def is_done() -> bool:
@@ -229,7 +229,7 @@ class _Making:
             note_stages(run.parent, [one.name for one in self._plan.stages])
             train(compose_config(self._overrides(stage, run, previous, seconds)))
 
-        return Step(f"train {stage.name}", stage.seconds, is_done, go)
+        return Phase(f"train {stage.name}", stage.seconds, is_done, go)
 
     def _overrides(
         self, stage: StagePlan, run: Path, previous: Path | None, seconds: float | None
@@ -319,7 +319,7 @@ def measured_methods(max_lag: int) -> list[str]:
 
 
 def _check_installed() -> None:
-    """Refuse to begin if a package for a later step is missing."""
+    """Refuse to begin if a package for a later phase is missing."""
     missing = [name for name in ("hydra", "deepspeed") if find_spec(name) is None]
     if missing:
         raise UserError(f"training needs {' and '.join(missing)}: pip install 'longspec[train]'")
@@ -344,7 +344,7 @@ def _quoted(value: Any) -> str:
 
 
 def _free_memory() -> None:
-    """Free the memory of a step: models, captured rounds and compiled layers."""
+    """Free the memory of a phase: models, captured rounds and compiled layers."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     gc.collect()

@@ -12,7 +12,7 @@ from longspec.api import LongSpec
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 from longspec.server.constraint import Grammars
-from longspec.server.wire import Ask, AskStatus, Cancel, End, Facts, Message, News, Status, receive, send
+from longspec.server.wire import Ask, AskStatus, Cancel, End, Facts, News, Packet, Status, receive, send
 from longspec.text import TextStream
 
 
@@ -28,7 +28,7 @@ class Host:
         self._num_told: dict[int, int] = {}
         self._changed: dict[int, Sequence] = {}
         """Sequences that have news; only the leading thread uses it."""
-        self._outbox: SimpleQueue[Message | None] = SimpleQueue()
+        self._outbox: SimpleQueue[Packet | None] = SimpleQueue()
 
     def serve(self) -> None:
         """Answer requests until the front closes the link."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import count
 
 from longspec.engine.sequence import Sequence
-from longspec.server.wire import Ask, AskStatus, Cancel, End, Message, News, Row, Status, framed, read_message
+from longspec.server.wire import Ask, AskStatus, Cancel, End, News, Packet, Row, Status, framed, read_message
 
 _LOST = End("closed", "EngineLost")
 
@@ -67,7 +67,7 @@ class Link:
         self._send(AskStatus())
         return await future
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Packet) -> None:
         if self.is_lost:
             raise ConnectionError("the engine's process is gone")
         self._writer.write(framed(message))

@@ -87,7 +87,7 @@ class News:
     """Number, tokens, their depths, whether they were looked up, their logprobs, and the end if it came."""
 
 
-Message = Facts | Ask | Cancel | AskStatus | Status | News
+Packet = Facts | Ask | Cancel | AskStatus | Status | News
 
 
 @dataclass
@@ -111,12 +111,12 @@ class Row:
         return None if self.end is None else self.end.finish_reason
 
 
-def framed(message: Message) -> bytes:
+def framed(message: Packet) -> bytes:
     body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _SIZE.pack(len(body)) + body
 
 
-def send(link: socket.socket, message: Message) -> None:
+def send(link: socket.socket, message: Packet) -> None:
     """Send one message, and wait until the system has taken it."""
     link.sendall(framed(message))
 

@@ -19,7 +19,7 @@ from longspec.cli.terminal import one_line, open_streams
 from longspec.errors import UserError
 
 _DESCRIPTION = """\
-Lossless speculative decoding for long contexts: Llama and Qwen models answer faster, with the same words.
+Lossless speculative decoding for long contexts: Llama, Qwen and Mistral models answer faster, same words.
 
   longspec generate "Why is the sky blue?"      answer once, with the default model
   longspec chat                                 talk to it

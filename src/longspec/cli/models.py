@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MODELS = """\
 List the models that have a short name.
 
-Any other Llama, Qwen2 or Qwen3 model works too: give its hub id, folder or .gguf file as --target.
+Any other Llama, Qwen2, Qwen3 or Mistral model works too: give its hub id, folder or .gguf file as --target.
 """
 _INFO = """\
 Show the size of a target, and plan the memory for decoding with it.

@@ -1,6 +1,6 @@
 """Serve a target over HTTP with OpenAI's interface, and a page to try it at the same address.
 
-It prints the address and a curl line that works. Ctrl-C ends it when the answers under way are there.
+It prints the address and a curl line that works. After Ctrl-C it finishes the running answers and ends.
 
   longspec serve
   longspec serve --target qwq --port 8080 --api-key-file keys.txt
@@ -35,12 +35,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_number(group, "--port", 8000, "0 takes a free one")
     group.add_argument(
-        "--api-key-file", metavar="PATH", help="file with keys, one a line; who has none of them is refused"
+        "--api-key-file", metavar="PATH", help="file with keys, one a line; requests without one are refused"
     )
     about = "answers that may wait beside those that run; more are refused with status 429"
     add_number(group, "--max-queue", 256, about)
     add_option(group, Option("max_seconds", float, 600.0, "longest time for a request", metavar="S"))
-    add_number(group, "--grace-seconds", 30, "at the end, time for the answers that are under way")
+    add_number(group, "--grace-seconds", 30, "at the end, time for the running answers to finish")
     add_model_arguments(parser)
     add_method_arguments(parser)
 

@@ -378,7 +378,10 @@ def _emitted(launch: _Launch, reports: list[Any], row: int) -> list[int]:
     the number of tokens and then the tokens."""
     if launch.method is None:
         return [reports[0][row]]
-    return [token for report in reports for token in report[row][1 : 1 + report[row][0]]]
+    if len(reports) > 1:  # vanilla rounds: at most one token each
+        return [report[row][1] for report in reports if report[row][0]]
+    tokens: list[int] = reports[0][row][1 : 1 + reports[0][row][0]]
+    return tokens
 
 
 def _check_exact(method: Method) -> None:

@@ -178,9 +178,10 @@ class Loop:
     def _queue(self, launch: _Launch) -> None:
         """Note a launch; `_read` takes it up later."""
         self._flight.append(launch)
+        width, num_rounds = launch.width, launch.num_rounds
         for _, seat in launch.seats:
-            seat.num_in_flight += launch.width
-            seat.rounds_in_flight += launch.num_rounds
+            seat.num_in_flight += width
+            seat.rounds_in_flight += num_rounds
 
     def _groups(self) -> list[tuple[Group | None, list[Seat]]]:
         """The sequences that emit tokens, grouped by the round that they can share."""
@@ -332,9 +333,10 @@ class Loop:
         reports = [report.read() for report in launch.reports]
         scores = None if launch.scores is None else launch.scores.read()
         self.device.check()
+        width, num_rounds = launch.width, launch.num_rounds
         for index, (row, seat) in enumerate(launch.seats):
-            seat.num_in_flight -= launch.width
-            seat.rounds_in_flight -= launch.num_rounds
+            seat.num_in_flight -= width
+            seat.rounds_in_flight -= num_rounds
             emitted = _emitted(launch, reports, row)
             if not emitted or seat.sequence.finished:
                 continue

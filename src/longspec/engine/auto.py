@@ -1,4 +1,7 @@
-"""`auto`: picks the method of a turn by the cost of its rounds and the tokens that it expects from them."""
+"""Methods as an engine runs them, and `auto`: which of them a turn takes.
+
+`auto` decides by the cost of a method's rounds and by the tokens that it expects from them.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,42 @@ from typing import Any
 
 from longspec.decoding.methods import VANILLA, Lookup, Method, Tree
 from longspec.decoding.methods.registry import methods
-from longspec.engine.costs import Costs
+from longspec.decoding.round import Models
+from longspec.engine.costs import Costs, draft_width
+from longspec.errors import UserError
 from longspec.models.draft import GlideDraft
 
 # The assumed share of rows that have something to look up, where the host does not know (fused rounds).
 ASSUMED_MATCHES = 0.3
 # Speculation is used if it promises at least this many times vanilla's speed.
 LEAST_SPEED = 1.03
+
+
+class MethodFitter:
+    """Fits methods to an engine's models (see `Method.fit`), each once."""
+
+    def __init__(self, models: Models, candidates: tuple[Method, ...]) -> None:
+        self._models, self._candidates = models, candidates
+        self._fitted: dict[tuple[Method, bool], Method] = {}
+
+    def __call__(self, method: Method, draws: bool = False) -> Method:
+        if (method, draws) not in self._fitted:
+            width = draft_width(self._candidates, self._models) if method in self._candidates else 0
+            fitted = method.fit(self._models, draws, width)
+            if self._models.exact:
+                _check_exact(fitted)
+            self._fitted[method, draws] = fitted
+        return self._fitted[method, draws]
+
+
+def _check_exact(method: Method) -> None:
+    """Refuse a tree that is too deep for exact attention; a chain may be longer."""
+    from longspec.kernels.exact import DEEPEST
+
+    if DEEPEST < method.depth < method.num_nodes - 1:
+        raise UserError(
+            f"{method.label} is {method.depth} deep; exact trees have at most {DEEPEST}; lower num_lookup"
+        )
 
 
 class Outlook:

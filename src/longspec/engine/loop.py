@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from longspec.decoding.methods import MOST_NODES, VANILLA, Auto, Lookup, Method
-from longspec.engine.auto import Policy
+from longspec.engine.auto import MethodFitter, Policy
 from longspec.engine.chunks import Chunks
-from longspec.engine.costs import draft_width
 from longspec.engine.device import Device, Group
 from longspec.engine.scheduler import Scheduler, Seat
 from longspec.engine.sequence import Sequence
@@ -59,23 +58,12 @@ class Loop:
         """Vanilla rounds that are launched before the host looks at the first of them."""
         self.num_prompt_tokens, self.num_shared_tokens = 0, 0
         self.num_rounds: Counter[str] = Counter()
-        self._candidates = candidates
-        self._fitted: dict[tuple[Method, bool], Method] = {}
+        self.fit = MethodFitter(device.models, candidates)
         self._flight: deque[_Launch] = deque()
 
     @property
     def is_busy(self) -> bool:
         return bool(self.scheduler.seats or self.scheduler.waiting or self._flight)
-
-    def fit(self, method: Method, draws: bool = False) -> Method:
-        """The method as it runs here (see `Method.fit`); each is fitted once."""
-        if (method, draws) not in self._fitted:
-            width = draft_width(self._candidates, self.models) if method in self._candidates else 0
-            fitted = method.fit(self.models, draws, width)
-            if self.models.exact:
-                _check_exact(fitted)
-            self._fitted[method, draws] = fitted
-        return self._fitted[method, draws]
 
     def drain(self) -> None:
         """Read everything that was launched."""
@@ -384,16 +372,6 @@ def _emitted(launch: _Launch, reports: list[Any], row: int) -> list[int]:
         return [report[row][1] for report in reports if report[row][0]]
     tokens: list[int] = reports[0][row][1 : 1 + reports[0][row][0]]
     return tokens
-
-
-def _check_exact(method: Method) -> None:
-    """Refuse a tree that is too deep for exact attention; a chain may be longer."""
-    from longspec.kernels.exact import DEEPEST
-
-    if DEEPEST < method.depth < method.num_nodes - 1:
-        raise UserError(
-            f"{method.label} is {method.depth} deep; exact trees have at most {DEEPEST}; lower num_lookup"
-        )
 
 
 def _overflow(dtype: torch.dtype) -> UserError:

@@ -9,10 +9,10 @@ how many nodes, rows or programs there are, nor from where the prefix ends and t
   bit.
 - Recent keys, the last 32 to 63, are gathered in the order of positions: from the prefix, then from the
   nodes on the path to the query, wherever these stand.
-- The sum of the weights is a product with ones on the tensor cores, because there the order of additions does
-  not depend on the number of queries in a tile. With `tl.sum` it does.
-- Parts are merged one after the other. The multiplications and additions of a merge are explicit, so that the
-  compiler does not fuse them in one way here and in another there.
+- The weights of a tile are summed as integers, because the order of `tl.sum` depends on the number of queries
+  in a tile, and only integers have the same sum in every order.
+- Parts are merged some at a time, from the first on, pair by pair. The multiplications and additions of a
+  merge are explicit, so that the compiler does not fuse them in one way here and in another there.
 """
 
 from __future__ import annotations
@@ -41,17 +41,31 @@ from longspec.kernels.tiling import choose_tiling, copies_tiles, precision
 DEEPEST = 31
 """The depth of trees for which recent keys suffice. A chain may be longer: its keys stand in order."""
 _RECENT = tl.constexpr(64)
-# A text of 4,096 tokens or more has 16 to 32 parts.
-_MOST_PARTS, _LEAST_SHARE = 32, tl.constexpr(256)
 # The tile size is chosen for this many folded rows, however many there are.
 _MANY_ROWS = 256
 # Tiles of fewer rows are multiplied by another instruction, and over fp8 the compiler gives that one the
 # numbers of a key in another order. So there all tiles have at least so many rows.
 _LEAST_ROWS = 64
-# Columns of ones, of which `tl.dot` needs some; all columns of the product are the same sum.
-_ONES = tl.constexpr(8)
-# Parts that are loaded at a time.
-_AT_ONCE = 4
+# Rows of a tile of recent keys: the smallest number that `tl.dot` accepts.
+_DOT_ROWS = tl.constexpr(16)
+
+
+class Cut(NamedTuple):
+    """How the old keys are cut into parts and the parts are merged."""
+
+    share: int
+    """Keys of a part in short texts."""
+    most_parts: int
+    """In longer texts there are half as many to so many parts, of shares that are doubled."""
+    at_once: int
+    """Parts that are merged at a time, a power of two and at least 2."""
+    num_warps: int
+    """Of a program that merges: so few that each thread has its numbers of all parts."""
+
+
+def choose_cut(head_dim: int) -> Cut:
+    """The fastest on an H200."""
+    return Cut(128, 32, 16, 2) if head_dim <= 64 else Cut(512, 32, 8, 2)
 
 
 class Paths(NamedTuple):
@@ -76,32 +90,77 @@ def _border(position):
 
 
 @triton.jit
-def _share(position):
-    """Keys of a part, for a query at this position: it doubles where the position does."""
+def _share(position, LEAST: tl.constexpr, LONG: tl.constexpr):
+    """Keys of a part, for a query at this position: from position 2 ** (LONG + 1) on, it doubles where the
+    position does."""
     exponent = (position.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-    doublings = tl.maximum(exponent - 12, 0)
-    return (doublings * 0 + _LEAST_SHARE) << doublings
+    doublings = tl.maximum(exponent - LONG, 0)
+    return (doublings * 0 + LEAST) << doublings
+
+
+@triton.jit
+def _weight_sums(weights):
+    """Sums of the rows of `weights` [R, S], each between 0 and 1 and rounded to a multiple of 2 ** -23."""
+    # 1 + weight has the multiple in its lowest bits.
+    multiples = (weights + 1.0).to(tl.int32, bitcast=True) - 0x3F800000
+    return tl.sum(multiples, 1).to(tl.float32) * (1.0 / (1 << 23))
 
 
 @triton.jit
 def _absorb(
-    q, k, v, visible, high, totals, acc, scale, PRECISION: tl.constexpr, MASKED: tl.constexpr
+    q, k, v, visible, high, total, acc, scale, PRECISION: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:  # fmt: skip
-    """As `longspec.kernels.attention.absorb`; of `totals` [R, _ONES] all columns are the sum of weights."""
+    """As `longspec.kernels.attention.absorb`."""
     high, weights, fade = weigh(q, k, visible, high, scale, PRECISION, MASKED)
-    weights = weights.to(q.dtype)
-    ones = tl.full([k.shape[0], _ONES], 1.0, q.dtype)
-    totals = tl.dot(weights, ones, totals * fade[:, None], input_precision=PRECISION)
-    acc = tl.dot(weights, v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
-    return high, totals, acc
+    total = tl.fma(total, fade, _weight_sums(weights))
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
+    return high, total, acc
+
+
+@triton.jit
+def _first_rows(x, ROWS: tl.constexpr):
+    """The first ROWS rows of x [R, D]."""
+    rest: tl.constexpr = x.shape[0] // ROWS
+    split = tl.reshape(x, [rest, ROWS, x.shape[1]])
+    return tl.sum(tl.where((tl.arange(0, rest) == 0)[:, None, None], split, 0.0), 0)
+
+
+@triton.jit
+def _halves(x):
+    """The even and the odd ones of x [P, ...]."""
+    pairs = tl.reshape(x, [x.shape[0] // 2, 2, x.shape[1], x.shape[2]])
+    return tl.split(tl.permute(pairs, (0, 2, 3, 1)))
+
+
+@triton.jit
+def _weighted_sum(x, weights, LEVELS: tl.constexpr):
+    """The sum of x times weights, both [P, G, D], over the P = 2 ** LEVELS parts, pair by pair."""
+    even, odd = _halves(x)
+    even_weights, odd_weights = _halves(weights)
+    x = tl.fma(even, even_weights, odd * odd_weights)
+    for _ in tl.static_range(LEVELS - 1):
+        even, odd = _halves(x)
+        x = even + odd
+    return tl.reshape(x, [x.shape[1], x.shape[2]])
+
+
+@triton.jit
+def _absorb_parts(high, total, acc, highs, totals, results, LEVELS: tl.constexpr) -> tl.tuple:
+    """Add the results of parts, highs and totals [P, G] and results [P, G, D]."""
+    higher = tl.maximum(high, tl.max(highs, 0))
+    base = tl.where(higher == -float("inf"), 0.0, higher)
+    fade, weights = tl.exp2(high - base), tl.exp2(highs - base[None, :])[:, :, None]
+    sums = tl.reshape(_weighted_sum(totals[:, :, None], weights, LEVELS), high.shape)
+    result = _weighted_sum(results, weights.broadcast_to(results.shape), LEVELS)
+    acc = tl.fma(acc, fade[:, None].broadcast_to(acc.shape), result)
+    return higher, tl.fma(total, fade, sums), acc
 
 
 @triton.jit
 def _merge(high, total, acc, other_high, other_total, other_acc) -> tl.tuple:
-    """Two results as one. One that saw nothing changes no bit of the other."""
+    """Two results as one."""
     higher = tl.maximum(high, other_high)
-    base = tl.where(higher == -float("inf"), 0.0, higher)
-    fade, other_fade = tl.exp2(high - base), tl.exp2(other_high - base)
+    fade, other_fade = tl.exp2(high - higher), tl.exp2(other_high - higher)
     total = tl.fma(total, fade, other_total * other_fade)
     acc = tl.fma(acc, fade[:, None].broadcast_to(acc.shape), other_acc * other_fade[:, None])
     return higher, total, acc
@@ -113,16 +172,20 @@ def _old_kernel(
     q, k, v, keys, values, positions, lengths, tables, part_acc, part_sums, q_b, q_t, q_h, k_h, k_s, v_h, v_s,
     tables_b, num_rows, num_queries, num_parts, depth, heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    PAGE: tl.constexpr, LINE: tl.constexpr, BOXES: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    LEAST: tl.constexpr, LONG: tl.constexpr, PAGE: tl.constexpr, LINE: tl.constexpr, BOXES: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One part of the old keys. Where a tree's queries have two sizes of parts, one size after the other."""
     tile, part, problem = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = problem // heads, problem % heads
     first_position = tl.load(lengths + b).to(tl.int32)
-    lowest, highest = _share(first_position), _share(first_position + depth)
+    lowest = _share(first_position, LEAST, LONG)
+    highest = _share(first_position + depth, LEAST, LONG)
     furthest = _border(first_position + depth)
     last = tl.maximum(furthest - 1, 0)
+    # Part 0 waits for its turn before it ends, so that the next kernel does not start too early.
+    if (part > 0) & (part * lowest >= furthest):
+        return
     tables += b.to(tl.int64) * tables_b
     keys += head.to(tl.int64) * k_h
     values += head.to(tl.int64) * v_h
@@ -135,20 +198,22 @@ def _old_kernel(
         fetch(values + (place * v_s)[:, None] + line[None, :], OVERLAP)
     row, d = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     position = tl.load(positions + b * num_queries + row // group, mask=row < num_rows, other=0).to(tl.int32)
-    border, share = _border(position), _share(position)
+    border, share = _border(position), _share(position, LEAST, LONG)
     await_turn(OVERLAP)
-    if part * lowest >= furthest:
+    if furthest == 0:
         return
     inside = (row < num_rows)[:, None] & (d < D)[None, :]
     rows_at = q + b.to(tl.int64) * q_b + query_offsets(row, head, q_t, q_h, group)
     query = tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0)
-    at = (problem.to(tl.int64) * num_parts + part) * num_rows + row
+    first_row = (problem.to(tl.int64) * num_parts + part) * num_rows
+    part_acc += first_row * D
+    part_sums += first_row * 2
     size = lowest
     while size <= highest:
         start = part * size
         end = tl.minimum(start + size, furthest)
         high = tl.full([BLOCK_R], -float("inf"), tl.float32)
-        totals = tl.zeros([BLOCK_R, _ONES], tl.float32)
+        total = tl.zeros([BLOCK_R], tl.float32)
         acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         # Up to here all queries count all keys.
         edge = tl.maximum(tl.minimum(_border(first_position) // BLOCK_S * BLOCK_S, end), start)
@@ -159,7 +224,7 @@ def _old_kernel(
             page = tl.load(tables + tl.minimum(first + BLOCK_S, last) // PAGE)
             key = tile_at(k, keys, k_s, 0, head, tile_place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
             value = tile_at(v, values, v_s, 0, head, tile_place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
-            high, totals, acc = _absorb(query, key, value, row, high, totals, acc, scale, PRECISION, False)
+            high, total, acc = _absorb(query, key, value, row, high, total, acc, scale, PRECISION, False)
         for first in tl.range(edge, end, BLOCK_S):
             tile_place = tl.load(tables + first // PAGE) * PAGE + first % PAGE
             key = tile_at(k, keys, k_s, 0, head, tile_place, row, D, BLOCK_D, BLOCK_S, BOXES, False)
@@ -168,11 +233,14 @@ def _old_kernel(
             # Entries behind the prefix may be nan, which a weight of 0 would let through.
             value = tl.where((entry < furthest)[:, None], value.to(query.dtype), 0.0)
             visible = entry[None, :] < border[:, None]
-            high, totals, acc = _absorb(query, key, value, visible, high, totals, acc, scale, PRECISION, True)
-        ours = (row < num_rows) & (share == size) & (start < border)
+            high, total, acc = _absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
+        # Plus 0, which the compiler does not know. Else it would compute all addresses before the loops, and
+        # keep them in registers that the loops need.
+        at = row + (size >> 30)
+        ours = (at < num_rows) & (share == size) & (start < border)
         tl.store(part_acc + at[:, None] * D + d[None, :], acc, mask=ours[:, None] & (d < D)[None, :])
         tl.store(part_sums + 2 * at, high, mask=ours)
-        tl.store(part_sums + 2 * at + 1, tl.max(totals, 1), mask=ours)
+        tl.store(part_sums + 2 * at + 1, total, mask=ours)
         size *= 2
 
 
@@ -183,20 +251,19 @@ def _recent_kernel(
     q_b, q_t, q_h, k_h, k_s, v_h, v_s, tables_b, nodes_b, nodes_t,
     num_rows, num_queries, num_parts, depth, heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, PARTS: tl.constexpr,
-    PAGE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    LEVELS: tl.constexpr, LEAST: tl.constexpr, LONG: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One query's result: from the recent keys, while the other launch runs, and then from the parts of the
     old ones."""
     t, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, head = problem // heads, problem % heads
-    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    row = tl.where(g < group, t * group + g, num_rows)
-    rows_at = q + b * q_b + query_offsets(row, head, q_t, q_h, group)
-    wanted = (row < num_rows)[:, None] & (d < D)[None, :]
-    query = tl.load(rows_at[:, None] + d[None, :], mask=wanted, other=0.0)
     position = tl.load(positions + b * num_queries + t).to(tl.int32)
     length = tl.load(lengths + b).to(tl.int32)
-    border, share = _border(position), _share(position)
+    g, d = tl.arange(0, _DOT_ROWS), tl.arange(0, BLOCK_D)
+    rows_at = q + b * q_b + query_offsets(t * group + g, head, q_t, q_h, group)
+    query = tl.load(rows_at[:, None] + d[None, :], mask=(g < group)[:, None] & (d < D)[None, :], other=0.0)
+    border, share = _border(position), _share(position, LEAST, LONG)
     key_position = border + tl.arange(0, _RECENT)
     visible = key_position <= position
     level = key_position - length
@@ -206,24 +273,31 @@ def _recent_kernel(
     mask = visible[:, None] & (d < D)[None, :]
     key = tl.load(k + head * k_h + (place * k_s)[:, None] + d[None, :], mask=mask, other=0.0)
     value = tl.load(v + head * v_h + (place * v_s)[:, None] + d[None, :], mask=mask, other=0.0)
-    high = tl.full([BLOCK_G], -float("inf"), tl.float32)
-    totals = tl.zeros([BLOCK_G, _ONES], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    high, totals, acc = _absorb(
-        query, key, value, visible[None, :], high, totals, acc, scale, PRECISION, True
+    high, total, acc = _absorb(
+        query, key, value, visible[None, :], tl.full([_DOT_ROWS], -float("inf"), tl.float32),
+        tl.zeros([_DOT_ROWS], tl.float32), tl.zeros([_DOT_ROWS, BLOCK_D], tl.float32), scale, PRECISION, True,
     )  # fmt: skip
-    total = tl.max(totals, 1)
+    # Only the rows that exist, so that a part takes few registers and many are loaded at a time.
+    recent_high = tl.reshape(_first_rows(high[:, None], BLOCK_G), [BLOCK_G])
+    recent_total = tl.reshape(_first_rows(total[:, None], BLOCK_G), [BLOCK_G])
+    recent = _first_rows(acc, BLOCK_G)
+    high = tl.full([BLOCK_G], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    g = tl.arange(0, BLOCK_G)
+    row = tl.where(g < group, t * group + g, num_rows)
     await_turn(OVERLAP)
     count = tl.cdiv(border, share)
     for first in tl.range(0, count, PARTS):
-        for part in tl.static_range(PARTS):
-            there = (row < num_rows) & (first + part < count)
-            at = (problem * num_parts + first + part) * num_rows + row
-            part_high = tl.load(part_sums + 2 * at, mask=there, other=-float("inf"))
-            part_total = tl.load(part_sums + 2 * at + 1, mask=there, other=0.0)
-            numbers = there[:, None] & (d < D)[None, :]
-            part_result = tl.load(part_acc + at[:, None] * D + d[None, :], mask=numbers, other=0.0)
-            high, total, acc = _merge(high, total, acc, part_high, part_total, part_result)
+        part = first + tl.arange(0, PARTS)
+        there = (part < count)[:, None] & (g < group)[None, :]
+        at = (problem * num_parts + part)[:, None] * num_rows + row[None, :]
+        highs = tl.load(part_sums + 2 * at, mask=there, other=-float("inf"))
+        totals = tl.load(part_sums + 2 * at + 1, mask=there, other=0.0)
+        numbers = there[:, :, None] & (d < D)[None, None, :]
+        results = tl.load(part_acc + at[:, :, None] * D + d[None, None, :], mask=numbers, other=0.0)
+        high, total, acc = _absorb_parts(high, total, acc, highs, totals, results, LEVELS)
+    high, total, acc = _merge(high, total, acc, recent_high, recent_total, recent)
     write_rows(out, lse, b, head, row, d, high, total, acc, num_rows, heads, group, D)
 
 
@@ -241,12 +315,15 @@ def attend_exactly(
     tiling = choose_tiling(many, D, q.dtype, q.device)
     # Of the same size whatever the queries, because at each tile what was summed is scaled again.
     block = min(choose_tiling(_MANY_ROWS, D, q.dtype, q.device).num_keys, page)
-    num_parts = min(_MOST_PARTS, triton.cdiv(tables.shape[1] * page, _LEAST_SHARE.value))
+    cut = choose_cut(D)
+    num_parts = min(cut.most_parts, triton.cdiv(tables.shape[1] * page, cut.share))
     num_results = num_parts * B * T * H
     part_acc, part_sums = (q.new_empty(num_results, size, dtype=torch.float32) for size in (D, 2))
     out, lse = results_like(q)
     width = padded(D)
+    long = (cut.share * cut.most_parts // 2).bit_length() - 1
     shape = {"D": D, "BLOCK_D": width, "PAGE": page, "PRECISION": precision(q.dtype)}
+    shape |= {"LEAST": cut.share, "LONG": long}
     boxes, box = copies_tiles(q.device), [1, 1, block, width]
     tiles = (TensorDescriptor.from_tensor(part[None], box) if boxes else part for part in (k, v))
     strides = (*q.stride()[:3], *k.stride()[:2], *v.stride()[:2], tables.stride(0))
@@ -260,7 +337,7 @@ def attend_exactly(
     _recent_kernel[(T, B * K)](
         q, k, v, positions, nodes, lengths, tables, part_acc, part_sums, out, lse,
         *strides, *nodes.stride()[:2], *sizes, **shape,
-        BLOCK_G=max(16, triton.next_power_of_2(H // K)), PARTS=_AT_ONCE,
-        num_warps=4, num_stages=1, **overlap(q.device),
+        BLOCK_G=triton.next_power_of_2(H // K), PARTS=cut.at_once, LEVELS=cut.at_once.bit_length() - 1,
+        num_warps=cut.num_warps, num_stages=1, **overlap(q.device),
     )  # fmt: skip
     return out, lse

@@ -191,7 +191,7 @@ def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
     if weight.dtype == torch.float32:
         tile = Tile(rows, 16, 32, 4, 4)
     elif exact and num_rows > MOST_ROWS:
-        tile = Tile(128, 128, 64, 3, 8, boxes=copies_tiles(weight.device))
+        tile = Tile(128, 64 if gated else 128, 64, 3, 8, boxes=copies_tiles(weight.device))
     elif exact and rows == 16:
         tile = Tile(16, 32, 256, 4, 4)
     elif _is_small(weight) and rows == 16:

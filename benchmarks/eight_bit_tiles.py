@@ -1,7 +1,8 @@
 """Which tiles are fastest for products with weights of 8 bits: `python -m benchmarks.eight_bit_tiles`.
 
 Each product of a Llama-3-8B layer, and its head, with 1, 16 and 64 rows. A chain of products with different
-matrices, together larger than the GPU's cache, runs as a CUDA graph. The tile in use is the first line.
+matrices, together larger than the GPU's cache, runs as a CUDA graph. Every result is compared with fp32.
+The tile in use is marked with a star. With --seconds, what is left at the end of that time is not measured.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -27,6 +30,7 @@ from longspec.models.eight_bit import KINDS
 
 _CACHE = 2**28  # bytes of different weights in a chain, several times those of a cache
 _REPLAYS = 12
+_MOST_WRONG = 1e-2  # ||result - fp32|| / ||fp32||
 
 
 @dataclass(frozen=True)
@@ -49,22 +53,93 @@ PRODUCTS = {
     ),
     "tiny": (Product("qkv", 64, 96), Product("gate, up", 64, 256, True), Product("down", 4160, 64)),
 }
-ROW_TILES = tuple(
-    RowTile(cols, depth, stages, warps)
-    for cols, depth, stages, warps in (
-        (16, 4096, 1, 8), (8, 4096, 1, 4), (8, 4096, 1, 8), (4, 4096, 1, 4), (16, 4096, 1, 16),
-        (8, 1024, 4, 4), (8, 1024, 6, 4), (16, 1024, 4, 8), (16, 1024, 4, 4),
-        (4, 2048, 4, 4), (8, 2048, 3, 8),
-    )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tile, and how its weights are converted."""
+
+    tile: RowTile | Tile | None
+    """None is the one in use."""
+    convert: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    """Of the rows."""
+
+    def __str__(self) -> str:
+        if self.tile is None:
+            return "*"
+        text = f"{self.tile.num_cols}x{self.tile.depth} s{self.tile.num_stages} w{self.tile.num_warps}"
+        if isinstance(self.tile, Tile):
+            text += (f" /{self.tile.num_programs}" if self.tile.num_programs > 1 else "") + (
+                " boxes" if self.tile.boxes else ""
+            )
+        text += f" c{self.convert}" if self.convert != 1 else ""
+        return text + (" fp16 rows" if self.dtype == torch.float16 else "")
+
+
+def candidates(product: Product, num_rows: int, kind: torch.dtype) -> list[Candidate]:
+    """What to try for a product."""
+    if num_rows == 1:
+        tiles = LONG_ROW_TILES if product.num_in > 4096 else ROW_TILES
+        return [Candidate(None), *(Candidate(RowTile(*tile)) for tile in tiles)]
+    rows = 16 if num_rows <= 16 else 64
+    wide = product.gated or product.name == "head"
+    if product.gated:
+        sizes = GATED_TILES[rows]
+    else:
+        sizes = WIDE_TILES[rows] if wide else NARROW_TILES[rows]
+    found = [
+        Candidate(
+            Tile(rows, cols, depth, stages, warps, 1, boxes, programs, _registers(cols, warps, product))
+        )
+        for cols, depth, stages, warps, programs, boxes in sizes
+    ]
+    first = found[0].tile
+    if rows == 64:
+        found.append(Candidate(first, dtype=torch.float16))
+    if kind == torch.float8_e4m3fn:
+        found.append(Candidate(first, convert=2))
+    return [Candidate(None), *found]
+
+
+def _registers(cols: int, warps: int, product: Product) -> int | None:
+    """So many that two programs of 8 warps or three of 4 warps fit on a multiprocessor."""
+    if product.gated or cols > 128:
+        return None
+    return 128 if warps == 8 else 160
+
+
+# Of one row: columns, depth, stages, warps.
+ROW_TILES = ((16, 4096, 1, 8), (8, 4096, 1, 4), (8, 4096, 1, 8), (4, 4096, 1, 4), (8, 1024, 4, 4))
+LONG_ROW_TILES = (
+    (8, 1024, 4, 4), (8, 1024, 6, 4), (16, 1024, 4, 8), (8, 2048, 3, 8), (4, 2048, 4, 4), (16, 512, 5, 4),
 )  # fmt: skip
-TILES = tuple(
-    RowTile(cols, depth, stages, warps)
-    for cols, depth, stages, warps in (
-        (32, 256, 8, 4), (32, 256, 5, 4), (32, 256, 4, 8), (32, 512, 3, 4), (32, 128, 8, 4), (32, 128, 6, 8),
-        (64, 128, 5, 4), (64, 128, 6, 8), (64, 256, 3, 4), (64, 256, 3, 8), (16, 512, 4, 4), (16, 256, 6, 4),
-        (128, 128, 4, 8), (128, 128, 4, 4),
-    )
-)  # fmt: skip
+# Of 16 and 64 rows: columns, depth, stages, warps, programs that share the depth, whether to copy with boxes.
+NARROW_TILES = {
+    16: (
+        (64, 256, 4, 4, 4, False), (64, 128, 4, 4, 4, False), (64, 128, 4, 4, 8, False),
+        (128, 128, 4, 8, 4, False), (64, 256, 4, 4, 4, True),
+    ),
+    64: (
+        (128, 128, 3, 8, 4, False), (128, 128, 3, 8, 8, False), (128, 128, 4, 8, 4, True),
+        (128, 64, 5, 8, 4, False), (64, 128, 4, 4, 2, False), (64, 128, 3, 4, 4, False),
+        (64, 128, 4, 4, 2, True), (64, 64, 6, 4, 4, False), (64, 128, 4, 4, 1, False),
+    ),
+}  # fmt: skip
+WIDE_TILES = {
+    16: ((64, 256, 4, 4, 1, False), (128, 128, 4, 8, 1, False), (64, 128, 4, 4, 1, False)),
+    64: (
+        (128, 128, 3, 8, 1, False), (64, 128, 4, 4, 1, False), (256, 128, 3, 8, 1, False),
+        (128, 128, 4, 8, 1, True), (128, 64, 5, 8, 1, False),
+    ),
+}  # fmt: skip
+GATED_TILES = {
+    16: ((64, 128, 4, 4, 1, False), (64, 256, 3, 4, 1, False)),
+    64: (
+        (64, 128, 3, 4, 1, False), (64, 128, 4, 4, 1, False), (64, 64, 5, 4, 1, False),
+        (128, 64, 4, 8, 1, False), (128, 128, 2, 8, 1, False),
+    ),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,97 +147,143 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="llama3-8b", choices=PRODUCTS, help="(%(default)s)")
     parser.add_argument("--kinds", default="int8,fp8", help="of weights (%(default)s)")
-    parser.add_argument("--rows", default="1,16,64", help="(%(default)s)")
-    parser.add_argument("--show", type=int, default=3, help="tiles of each product (%(default)s)")
+    parser.add_argument("--rows", default="64,1,16", help="in the order of their measurement (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="to stop after (%(default)s)")
     arguments = parser.parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print("| weights | product | rows | tile: columns, depth, stages, warps | microseconds | TB/s |")
-    print("|---" * 6 + "|")
-    for kind in arguments.kinds.split(","):
-        for product in PRODUCTS[arguments.shape]:
-            for num_rows in map(int, arguments.rows.split(",")):
-                _print_product(product, KINDS[kind], num_rows, device, arguments.show)
+    started, device = time.perf_counter(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lines = []
+    for num_rows in map(int, arguments.rows.split(",")):
+        chains = [
+            Chain(product, KINDS[kind], num_rows, device)
+            for kind in arguments.kinds.split(",")
+            for product in PRODUCTS[arguments.shape]
+        ]
+        if device.type == "cuda":
+            works = (partial(chain.run_with, one) for chain in chains for one in chain.candidates)
+            compile_for(works)
+        print(f"{num_rows} rows: compiled after {time.perf_counter() - started:.1f} s", file=sys.stderr)
+        for chain in chains:
+            late = time.perf_counter() - started > arguments.seconds
+            lines.append(f"{chain.name}: not measured" if late else _line(chain))
+            print(lines[-1], file=sys.stderr, flush=True)
+    print("\nproduct, rows, weights (floor at 4.2 TB/s): microseconds of each tile, the fastest first")
+    print("columns x depth, s stages, w warps, / programs that share the depth\n")
+    print("\n".join(lines))
     return 0
 
 
-def _print_product(
-    product: Product, kind: torch.dtype, num_rows: int, device: torch.device, show: int
-) -> None:
-    chain, tiles = Chain(product, kind, num_rows, device), ROW_TILES if num_rows == 1 else TILES
-    if device.type == "cuda":
-        compile_for(partial(chain.run_with, tile) for tile in tiles)
-    found = [("in use", chain.seconds())]
-    for tile in tiles:
-        with using(tile, num_rows):
-            try:
-                found.append((", ".join(map(str, tile)), chain.seconds()))
-            except Exception as error:  # registers or shared memory are not enough for this tile
-                print(f"{product.name}, {num_rows} rows, {tile}: {str(error)[:80]}", file=sys.stderr)
-    for name, seconds in [found[0], *sorted(found[1:], key=lambda one: one[1])[:show]]:
-        rate = product.num_in * product.num_out / seconds / 1e12
-        told = f"{str(kind).removeprefix('torch.')} | {product.name} | {num_rows} | {name}"
-        print(f"| {told} | {1e6 * seconds:.1f} | {rate:.2f} |", flush=True)
+def _line(chain: Chain) -> str:
+    found = []
+    for one in chain.candidates:
+        try:
+            error = chain.error(one)
+            seconds = chain.seconds(one)
+            wrong = "" if error < _MOST_WRONG else f" WRONG {error:.1e}"
+            found.append((seconds, f"{1e6 * seconds:.1f} [{one}{wrong}]"))
+        except Exception as error:  # registers or shared memory are not enough for this tile
+            print(f"{chain.name} {one}: {type(error).__name__} {str(error)[:200]}", file=sys.stderr)
+    return f"{chain.name}: " + ", ".join(text for _, text in sorted(found))
 
 
 @contextmanager
-def using(tile: RowTile, num_rows: int) -> Iterator[None]:
-    """All products have this tile."""
-    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    own: Any = tile if num_rows == 1 else Tile(rows, *tile)
-    module, name = (eight_bit, "row_tile") if num_rows == 1 else (linear, "tile_of_bytes")
-    before = getattr(module, name)
-    setattr(module, name, lambda *sizes: own)
-    try:
+def using(candidate: Candidate) -> Iterator[None]:
+    """All products have this tile and these conversions."""
+    with ExitStack() as stack:
+        for module in (eight_bit, linear):
+            if candidate.convert != 1:
+                stack.enter_context(patch.object(module, "convert", lambda device: candidate.convert))
+        if candidate.tile is not None:
+            one_row = isinstance(candidate.tile, RowTile)
+            module, name = (eight_bit, "row_tile") if one_row else (linear, "tile_of_bytes")
+            stack.enter_context(patch.object(module, name, lambda *sizes: candidate.tile))
         yield
-    finally:
-        setattr(module, name, before)
 
 
 class Chain:
     """A product again and again, each time with other weights."""
 
     def __init__(self, product: Product, kind: torch.dtype, num_rows: int, device: torch.device) -> None:
-        self._product, self._device, self._num_rows = product, device, num_rows
+        self._product, self._device = product, device
+        # With more rows a norm has a launch of its own; without it, three products share their kernels.
+        self._normed = product.gated or (product.name == "qkv" and num_rows == 1)
         num_bytes = product.num_in * product.num_out
+        told = str(kind).removeprefix("torch.").removesuffix("_e4m3fn")
+        self.name = f"{product.name}, {num_rows}, {told} ({num_bytes / 4.2e6:.1f})"
+        self.candidates = candidates(product, num_rows, kind)
         count = max(2, _CACHE // num_bytes) if device.type == "cuda" else 1
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self._x = torch.randn(1, num_rows, product.num_in, device=device).to(dtype)
-        self._norm = torch.ones(product.num_in, device=device, dtype=dtype), 1e-5
+        x = torch.randn(1, num_rows, product.num_in, device=device)
+        self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._x = {dtype: x.to(self._dtype).to(dtype) for dtype in (self._dtype, torch.float16)}
+        self._norm = {dtype: torch.ones(product.num_in, device=device, dtype=dtype) for dtype in self._x}
         shape = (product.num_out, product.num_in)
-        self._weights = [
-            torch.randint(-100, 101, shape, device=device, dtype=torch.int8).to(kind) for _ in range(count)
-        ]
-        self._scales = torch.full((product.num_out, 1), 1e-3, device=device)
+        # Only two of the matrices are random: the others are copies, which takes less time.
+        drawn = [_draw(shape, kind, device) for _ in range(2)]
+        copies = [drawn[i % 2].view(torch.uint8).clone().view(kind) for i in range(2, count)]
+        self._weights = (drawn + copies)[:count]
+        self._scales = 1e-4 * torch.rand(product.num_out, 1, device=device) + 1e-4
         width = product.num_out // (2 if product.gated else 1)
-        self._stream = torch.randn(1, num_rows, width, device=device).to(dtype)
+        stream = torch.randn(1, num_rows, width, device=device)
+        self._stream = {dtype: stream.to(dtype) for dtype in self._x}
 
-    def seconds(self) -> float:
+    def error(self, candidate: Candidate) -> float:
+        """||result - fp32|| / ||fp32|| of one product."""
+        with using(candidate):
+            result = self._multiply(self._weights[1 % len(self._weights)], candidate).float()
+        true = self._true()
+        return float((result - true).norm() / true.norm())
+
+    def seconds(self, candidate: Candidate) -> float:
         """Of one product."""
-        if self._device.type != "cuda":
-            return _timed(self._run) / len(self._weights)
-        self._run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._run()
+        with using(candidate):
+            if self._device.type != "cuda":
+                return _timed(partial(self._run, candidate)) / len(self._weights)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._run(candidate)
         return statistics.median(_on_gpu(graph.replay) for _ in range(_REPLAYS)) / len(self._weights)
 
-    def run_with(self, tile: RowTile) -> None:
+    def run_with(self, candidate: Candidate) -> None:
         """One product with this tile."""
-        with using(tile, self._num_rows):
-            self._multiply(self._weights[0])
+        with using(candidate):
+            self._multiply(self._weights[0], candidate)
 
-    def _run(self) -> None:
+    def _true(self) -> Tensor:
+        if not hasattr(self, "_known"):
+            weight = self._weights[1 % len(self._weights)]
+            x, parts = self._x[self._dtype].float(), []
+            if self._normed:
+                x = (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5)).to(self._dtype).float()
+            for rows, scales in zip(
+                weight.view(torch.uint8).split(8192), self._scales.split(8192), strict=True
+            ):
+                parts.append(x @ (rows.view(weight.dtype).float() * scales).T)
+            result = torch.cat(parts, -1)
+            if self._product.gated:
+                gate, up = result.chunk(2, -1)
+                result = torch.nn.functional.silu(gate) * up
+            added = not self._normed and self._product.name != "head"
+            self._known = result + self._stream[self._dtype].float() if added else result
+        return self._known
+
+    def _run(self, candidate: Candidate) -> None:
         for weight in self._weights:
-            self._multiply(weight)
+            self._multiply(weight, candidate)
 
-    def _multiply(self, weight: Tensor) -> None:
-        product = self._product
-        if product.gated or product.name == "qkv":
-            few_rows(Residual(self._x), weight, norm=self._norm, gated=product.gated, scales=self._scales)
+    def _multiply(self, weight: Tensor, candidate: Candidate) -> Tensor:
+        product, dtype = self._product, candidate.dtype if self._device.type == "cuda" else self._dtype
+        if self._normed:
+            around: dict[str, Any] = {"norm": (self._norm[dtype], 1e-5), "gated": product.gated}
         elif product.name == "head":
-            few_rows(Residual(self._x), weight, scales=self._scales, dtype=torch.float32)
+            around = {"dtype": torch.float32}
         else:
-            few_rows(Residual(self._x), weight, residual=self._stream, scales=self._scales)
+            around = {"residual": self._stream[dtype]}
+        result: Tensor = few_rows(Residual(self._x[dtype]), weight, scales=self._scales, **around)[0].x
+        return result
+
+
+def _draw(shape: tuple[int, int], kind: torch.dtype, device: torch.device) -> Tensor:
+    numbers = torch.randint(-127, 128, shape, device=device, dtype=torch.int8)
+    return numbers if kind == torch.int8 else (numbers.to(torch.float16) / 16).to(kind)
 
 
 def _on_gpu(work: Callable[[], object]) -> float:
@@ -175,11 +296,9 @@ def _on_gpu(work: Callable[[], object]) -> float:
 
 
 def _timed(work: Callable[[], object]) -> float:
-    from time import perf_counter
-
-    started = perf_counter()
+    started = time.perf_counter()
     work()
-    return perf_counter() - started
+    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

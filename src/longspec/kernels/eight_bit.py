@@ -17,6 +17,7 @@ from torch import Tensor
 from longspec.kernels.launch import await_turn, fetch, launched, overlap
 from longspec.kernels.products import add_rounded, silu_gate
 from longspec.kernels.tiling import gpu_size
+from longspec.kernels.widen import convert, widen
 
 # The longest row in one tile.
 _WHOLE = 4096
@@ -45,12 +46,9 @@ def row_tile(num_in: int, num_out: int, device: torch.device) -> RowTile:
 
 
 @triton.jit
-def _scaled(weights, scales, col, first, num_runs, dtype: tl.constexpr, RUN: tl.constexpr):
+def _scaled(weights, scales, col, first, num_runs, RUN: tl.constexpr, CONVERT: tl.constexpr):
     """A tile of weights [C, D] as fp32; with RUN, times their scales."""
-    if weights.dtype == tl.int8:
-        # Exact in any dtype. Straight to fp32, bytes are unpacked before the turn and fill all registers.
-        weights = weights.to(dtype)
-    weights = weights.to(tl.float32)
+    weights = widen(weights, tl.float32, CONVERT)
     if RUN > 0:
         run = first // RUN + tl.arange(0, weights.shape[1] // RUN)
         inside = (run < num_runs)[None, :]
@@ -65,8 +63,8 @@ def _scaled(weights, scales, col, first, num_runs, dtype: tl.constexpr, RUN: tl.
 def byte_row_kernel(
     x, norm, weight, scales, bias, residual, out, num_in, num_out, eps,
     COLS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr,
-    NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    CONVERT: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Some columns of the product. With WHOLE a tile has all of the depth."""
     col, i = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, DEPTH)
@@ -91,9 +89,9 @@ def byte_row_kernel(
         if NORM:
             squares = value * value
             value = (value * factor).to(dtype).to(tl.float32)
-        result = _scaled(weights, scales, col, 0, num_runs, dtype, RUN) * value[None, :]
+        result = _scaled(weights, scales, col, 0, num_runs, RUN, CONVERT) * value[None, :]
         if GATED:
-            up = _scaled(second, scales, num_out + col, 0, num_runs, dtype, RUN) * value[None, :]
+            up = _scaled(second, scales, num_out + col, 0, num_runs, RUN, CONVERT) * value[None, :]
     else:
         early = tl.arange(0, _EARLY // _LINE) * _LINE
         fetch(weight + col.to(tl.int64)[:, None] * num_in + early[None, :], OVERLAP)
@@ -106,10 +104,10 @@ def byte_row_kernel(
                 squares += value * value
                 factor = tl.load(norm + first + i, mask=inside, other=0.0).to(tl.float32)
                 value = (value * factor).to(dtype).to(tl.float32)
-            result += _scaled(weights, scales, col, first, num_runs, dtype, RUN) * value[None, :]
+            result += _scaled(weights, scales, col, first, num_runs, RUN, CONVERT) * value[None, :]
             if GATED:
                 second = tl.load(second_at + first, mask=inside[None, :], other=0.0)
-                up += _scaled(second, scales, num_out + col, first, num_runs, dtype, RUN) * value[None, :]
+                up += _scaled(second, scales, num_out + col, first, num_runs, RUN, CONVERT) * value[None, :]
     late = 1.0
     if NORM:
         late = tl.rsqrt(tl.sum(squares, 0) / num_in + eps)
@@ -152,7 +150,7 @@ def one_row_of_bytes(
         x, x if norm is None else norm[0], weight, scales, x if bias is None else bias,
         x if residual is None else residual.contiguous(), out, num_in, num_out,
         0.0 if norm is None else norm[1],
-        COLS=cols, DEPTH=depth, STAGES=tile.num_stages, RUN=run, WHOLE=whole,
+        COLS=cols, DEPTH=depth, STAGES=tile.num_stages, RUN=run, WHOLE=whole, CONVERT=convert(x.device),
         NORM=norm is not None, GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None,
         num_warps=tile.num_warps, **overlap(x.device),
     )  # fmt: skip

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from longspec.kernels.launch import await_turn, fetch, launched
+from longspec.kernels.widen import widen
 
 GROUP = tl.constexpr(16)
 """Columns whose squares are summed to one part, where the order of sums matters."""
@@ -85,19 +86,20 @@ def row_kernel(
 
 @triton.jit
 def _begin(
-    x, weight, next_factor, num_rows, num_in, num_out,
+    x, weight, next_factor, start, num_rows, num_in, num_out,
     ROWS: tl.constexpr, COLS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, GATED: tl.constexpr,
     AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Prepare, then wait for the turn. Returns a tile's rows and columns, their pointers in x and in the
-    weights, the offset of the second weights (GATED), and the next norm's weight (AHEAD)."""
+    """Prepare, then wait for the turn. Weights are fetched from the depth `start` on. Returns a tile's rows
+    and columns, their pointers in x and in the weights, the offset of the second weights (GATED), and the
+    next norm's weight (AHEAD)."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     # Rows and columns outside read the last one again; their results are not stored.
     rows_at = x + tl.minimum(row, num_rows - 1) * num_in
     columns_at = weight + tl.minimum(col, num_out - 1).to(tl.int64) * num_in
     second_at = num_out.to(tl.int64) * num_in
-    lines = columns_at[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, num_in - 1)[None, :]
+    lines = columns_at[:, None] + tl.minimum(start + tl.arange(0, LINES) * LINE, num_in - 1)[None, :]
     fetch(lines, OVERLAP)
     if GATED:
         fetch(lines + second_at, OVERLAP)
@@ -182,8 +184,9 @@ def split_kernel(
     """As `rows_kernel`, but each warp computes 1 / SPLIT of the depth. Between two dependent steps a tensor
     core waits longer than a step takes, and with few rows it has little other work meanwhile."""
     row, col, rows_at, columns_at, second_at, factor = _begin(
-        x, weight, next_factor, num_rows, num_in, num_out, ROWS, COLS, LINE, LINES, GATED, AHEAD, OVERLAP
-    )
+        x, weight, next_factor, 0, num_rows, num_in, num_out,
+        ROWS, COLS, LINE, LINES, GATED, AHEAD, OVERLAP,
+    )  # fmt: skip
     stream, scale = 0.0, 0.0
     if RESIDUAL:
         stream = _load_tile(residual, row, col, num_rows, num_out)
@@ -211,27 +214,53 @@ def split_kernel(
 
 @triton.jit
 def _add_product(
-    value, weights, total, scales, col, first, num_in, num_cols, RUN: tl.constexpr, PRECISION: tl.constexpr
+    value, weights, total, scales, col, first, num_in, num_cols,
+    SCALED: tl.constexpr, RUN: tl.constexpr, PRECISION: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
-    """total + value @ weights, where with RUN the columns of this depth have scales of their own."""
-    weights = weights.to(value.dtype)
-    if RUN > 0:
-        at = scales + tl.minimum(col, num_cols - 1) * (num_in // RUN) + first // RUN
-        total += tl.dot(value, weights, input_precision=PRECISION) * tl.load(at)[None, :]
+    """total [R, C] + value [R, D] @ weights.T [D, C]. With SCALED the total is transposed. With RUN the
+    columns of this depth have scales of their own."""
+    if SCALED:
+        # Tensor cores read their left operand from registers, so converted weights are not stored again.
+        weights = widen(weights, value.dtype, CONVERT)
+        if RUN > 0:
+            at = scales + tl.minimum(col, num_cols - 1) * (num_in // RUN) + first // RUN
+            total += tl.dot(weights, tl.trans(value), input_precision=PRECISION) * tl.load(at)[:, None]
+        else:
+            total = tl.dot(weights, tl.trans(value), total, input_precision=PRECISION)
     else:
-        total = tl.dot(value, weights, total, input_precision=PRECISION)
+        total = tl.dot(value, tl.trans(weights), total, input_precision=PRECISION)
     return total
+
+
+@triton.jit
+def _sum_splits(total, parts, num_done, SPLITS: tl.constexpr):
+    """Store a split's sums. The program that is the last to do so for its tile gets the sums of all splits,
+    added in their order, and True."""
+    size: tl.constexpr = total.shape[0] * total.shape[1]
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    place = tl.arange(0, total.shape[0])[:, None] * total.shape[1] + tl.arange(0, total.shape[1])[None, :]
+    place += tile * SPLITS * size
+    tl.store(parts + place + tl.program_id(2) * size, total)
+    tl.debug_barrier()  # the atomic operation of one thread publishes the stores of all
+    is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel") == SPLITS - 1
+    if is_last:
+        total = tl.load(parts + place, cache_modifier=".cg")
+        for split in range(1, SPLITS):
+            total += tl.load(parts + place + split * size, cache_modifier=".cg")
+        tl.store(num_done + tile, 0)  # for the next launch
+    return total, is_last
 
 
 @launched
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def rows_kernel(
     x, x_box, squares, weight, weight_box, scales, bias, residual, next_factor, next_scaled, next_squares,
-    out, num_rows, num_parts, num_in, num_out, eps,
-    ROWS: tl.constexpr, MOST: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr,
-    RUN: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
-    BOXES: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    AHEAD: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    out, parts_of_splits, num_done, num_rows, num_parts, num_in, num_out, eps,
+    ROWS: tl.constexpr, MOST: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
+    SCALED: tl.constexpr, RUN: tl.constexpr, CONVERT: tl.constexpr, PARTS: tl.constexpr,
+    LEVELS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, BOXES: tl.constexpr, NORM: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """With NORM, x is `Ahead.scaled` and `squares` has num_parts parts. With AHEAD the next ones are written.
 
@@ -240,18 +269,26 @@ def rows_kernel(
     With SCALED, weights have 8 bits and become the type of x in registers. Each has a scale: one for each
     row of weights or, if RUN is not 0, for every RUN neighbours in it.
 
-    A row's product has the same bits in tiles of any size: each number is a chain of sums over the depth.
-    With EXACT, so have its squares: those of GROUP columns are a part, and PARTS are all of them.
+    The programs of the third axis share the depth. A row's product has the same bits in tiles of any size
+    with the same SPLITS: each number is a chain of sums over the depth. With EXACT, so have its squares:
+    those of GROUP columns are a part, and PARTS are all of them.
     """
+    start, end = 0, num_in
+    if SCALED:
+        share = tl.cdiv(num_in, SPLITS * DEPTH) * DEPTH
+        start = tl.program_id(2) * share
+        end = tl.minimum(start + share, num_in)
+    tl.assume(start < end)
     row, col, rows_at, columns_at, second_at, factor = _begin(
-        x, weight, next_factor, num_rows, num_in, num_out, ROWS, COLS, LINE, LINES, GATED, AHEAD, OVERLAP
-    )
+        x, weight, next_factor, start, num_rows, num_in, num_out,
+        ROWS, COLS, LINE, LINES, GATED, AHEAD, OVERLAP,
+    )  # fmt: skip
     stream, scale = 0.0, 0.0
     # Loaded together with the first tile of x, so that it is there when the product is done.
-    if RESIDUAL:
+    if RESIDUAL and SPLITS == 1:
         stream = _load_tile(residual, row, col, num_rows, num_out)
-    result = tl.zeros([ROWS, COLS], tl.float32)
-    up = tl.zeros([ROWS, COLS], tl.float32)
+    result = tl.zeros([COLS, ROWS] if SCALED else [ROWS, COLS], tl.float32)
+    up = tl.zeros([COLS, ROWS] if SCALED else [ROWS, COLS], tl.float32)
     sums = tl.zeros([PARTS, ROWS], tl.float32)
     part = tl.arange(0, PARTS)[:, None]
     # Read rows that do not exist, too: without a mask of rows, four numbers are loaded at a time.
@@ -261,7 +298,7 @@ def rows_kernel(
         parts = tl.load(squares + place * MOST + row[:, None], mask=place < num_parts, other=0.0)
     elif NORM:
         parts = tl.load(squares_at, mask=part < num_parts, other=0.0)
-    for first in tl.range(0, num_in, DEPTH):
+    for first in tl.range(start, end, DEPTH):
         if NORM and not EXACT:
             # A few parts at a time, loaded one iteration ahead: loading all at once would delay x.
             sums += parts
@@ -270,33 +307,43 @@ def rows_kernel(
             parts = tl.load(squares_at, mask=part < num_parts, other=0.0)
         if BOXES:
             value = x_box.load([tl.program_id(1) * ROWS, first])
-            weights = tl.trans(weight_box.load([tl.program_id(0) * COLS, first]))
+            weights = weight_box.load([tl.program_id(0) * COLS, first])
         else:
             i = first + tl.arange(0, DEPTH)
-            value = tl.load(rows_at[:, None] + i[None, :], mask=(i < num_in)[None, :], other=0.0)
-            weights_at = columns_at[None, :] + i[:, None]
-            weights = tl.load(weights_at, mask=(i < num_in)[:, None], other=0.0)
+            inside = (i < num_in)[None, :]
+            value = tl.load(rows_at[:, None] + i[None, :], mask=inside, other=0.0)
+            weights_at = columns_at[:, None] + i[None, :]
+            weights = tl.load(weights_at, mask=inside, other=0.0)
         result = _add_product(
-            value, weights, result, scales, col, first, num_in, num_out, RUN, PRECISION
+            value, weights, result, scales, col, first, num_in, num_out, SCALED, RUN, PRECISION, CONVERT
         )  # fmt: skip
         if GATED:
             if BOXES:
-                second = tl.trans(weight_box.load([num_out + tl.program_id(0) * COLS, first]))
+                second = weight_box.load([num_out + tl.program_id(0) * COLS, first])
             else:
-                second = tl.load(weights_at + second_at, mask=(i < num_in)[:, None], other=0.0)
+                second = tl.load(weights_at + second_at, mask=inside, other=0.0)
             up = _add_product(
-                value, second, up, scales, num_out + col, first, num_in, 2 * num_out, RUN, PRECISION
+                value, second, up, scales, num_out + col, first, num_in, 2 * num_out,
+                SCALED, RUN, PRECISION, CONVERT,
             )  # fmt: skip
     if SCALED and RUN == 0:
-        result *= tl.load(scales + col, mask=col < num_out, other=0.0)[None, :]
+        result *= tl.load(scales + col, mask=col < num_out, other=0.0)[:, None]
         if GATED:
-            up *= tl.load(scales + num_out + col, mask=col < num_out, other=0.0)[None, :]
+            up *= tl.load(scales + num_out + col, mask=col < num_out, other=0.0)[:, None]
     if NORM and EXACT:
         total = tl.reshape(_pair_sums(parts, LEVELS), [ROWS])
         scale = tl.rsqrt(total / num_in + eps)
     elif NORM:
         scale = tl.rsqrt(tl.sum(sums, 0) / num_in + eps)
-    _finish(
-        result, up, scale, bias, stream, factor, next_scaled, next_squares, out, row, col, num_rows, num_out,
-        MOST, NORM, GATED, BIAS, RESIDUAL, AHEAD, EXACT,
-    )  # fmt: skip
+    is_last = True
+    if SPLITS > 1:
+        result, is_last = _sum_splits(result, parts_of_splits, num_done, SPLITS)
+    if is_last:
+        added = stream
+        if RESIDUAL and SPLITS > 1:
+            added = _load_tile(residual, row, col, num_rows, num_out)
+        _finish(
+            tl.trans(result) if SCALED else result, tl.trans(up) if SCALED else up, scale, bias, added, factor,
+            next_scaled, next_squares, out, row, col, num_rows, num_out,
+            MOST, NORM, GATED, BIAS, RESIDUAL, AHEAD, EXACT,
+        )  # fmt: skip

@@ -1,6 +1,7 @@
 """Which tiles are fastest for products with weights of 8 bits: `python -m benchmarks.eight_bit_tiles`.
 
-Each product of a Llama-3-8B layer, and its head, with 1, 16 and 64 rows. A chain of products with different
+Each product of a Llama-3-8B layer, and its head, with 1, 16 and 64 rows; 2 rows are by tensor cores, which
+would be another way for one row. A chain of products with different
 matrices, together larger than the GPU's cache, runs as a CUDA graph. Every result is compared with fp32.
 The tile in use is marked with a star. With --seconds, what is left at the end of that time is not measured.
 """
@@ -70,7 +71,7 @@ class Candidate:
             return "*"
         text = f"{self.tile.num_cols}x{self.tile.depth} s{self.tile.num_stages} w{self.tile.num_warps}"
         if isinstance(self.tile, Tile):
-            text += (f" /{self.tile.num_programs}" if self.tile.num_programs > 1 else "") + (
+            text += (f" /{self.tile.num_shares}" if self.tile.num_shares > 1 else "") + (
                 " boxes" if self.tile.boxes else ""
             )
         text += f" c{self.convert}" if self.convert != 1 else ""
@@ -82,22 +83,19 @@ def candidates(product: Product, num_rows: int, kind: torch.dtype) -> list[Candi
     if num_rows == 1:
         tiles = LONG_ROW_TILES if product.num_in > 4096 else ROW_TILES
         return [Candidate(None), *(Candidate(RowTile(*tile)) for tile in tiles)]
+    if num_rows == 2:
+        wide = product.gated or product.name == "head"
+        return [Candidate(Tile(*tile)) for tile in PAIR_TILES] if wide else []
     rows = 16 if num_rows <= 16 else 64
-    wide = product.gated or product.name == "head"
-    if product.gated:
-        sizes = GATED_TILES[rows]
-    else:
-        sizes = WIDE_TILES[rows] if wide else NARROW_TILES[rows]
+    sizes = (GATED_TILES if product.gated else WIDE_TILES if product.name == "head" else NARROW_TILES)[rows]
     found = [
-        Candidate(
-            Tile(rows, cols, depth, stages, warps, 1, boxes, programs, _registers(cols, warps, product))
-        )
-        for cols, depth, stages, warps, programs, boxes in sizes
+        Candidate(Tile(rows, cols, depth, stages, warps, 1, boxes, shares, _registers(cols, warps, product)))
+        for cols, depth, stages, warps, shares, boxes in sizes
     ]
     first = found[0].tile
     if rows == 64:
         found.append(Candidate(first, dtype=torch.float16))
-    if kind == torch.float8_e4m3fn:
+    if kind == torch.float8_e4m3fn and rows == 64:
         found.append(Candidate(first, convert=2))
     return [Candidate(None), *found]
 
@@ -106,7 +104,7 @@ def _registers(cols: int, warps: int, product: Product) -> int | None:
     """So many that two programs of 8 warps or three of 4 warps fit on a multiprocessor."""
     if product.gated or cols > 128:
         return None
-    return 128 if warps == 8 else 160
+    return {8: 128, 4: 160, 2: None}[warps]
 
 
 # Of one row: columns, depth, stages, warps.
@@ -114,11 +112,14 @@ ROW_TILES = ((16, 4096, 1, 8), (8, 4096, 1, 4), (8, 4096, 1, 8), (4, 4096, 1, 4)
 LONG_ROW_TILES = (
     (8, 1024, 4, 4), (8, 1024, 6, 4), (16, 1024, 4, 8), (8, 2048, 3, 8), (4, 2048, 4, 4), (16, 512, 5, 4),
 )  # fmt: skip
+# Of two rows: the tile's rows, columns, depth, stages, warps.
+PAIR_TILES = ((8, 64, 256, 4, 4), (8, 64, 512, 3, 4), (8, 128, 256, 3, 8))
 # Of 16 and 64 rows: columns, depth, stages, warps, programs that share the depth, whether to copy with boxes.
 NARROW_TILES = {
     16: (
         (64, 256, 4, 4, 4, False), (64, 128, 4, 4, 4, False), (64, 128, 4, 4, 8, False),
-        (128, 128, 4, 8, 4, False), (64, 256, 4, 4, 4, True),
+        (128, 128, 4, 8, 4, False), (64, 256, 4, 2, 4, False), (64, 256, 3, 2, 8, False),
+        (32, 256, 4, 2, 2, False), (32, 256, 4, 2, 4, False),
     ),
     64: (
         (128, 128, 3, 8, 4, False), (128, 128, 3, 8, 8, False), (128, 128, 4, 8, 4, True),
@@ -127,14 +128,20 @@ NARROW_TILES = {
     ),
 }  # fmt: skip
 WIDE_TILES = {
-    16: ((64, 256, 4, 4, 1, False), (128, 128, 4, 8, 1, False), (64, 128, 4, 4, 1, False)),
+    16: (
+        (64, 256, 4, 4, 1, False), (128, 128, 4, 8, 1, False), (64, 128, 4, 4, 1, False),
+        (64, 256, 4, 2, 1, False), (32, 256, 4, 2, 1, False),
+    ),
     64: (
         (128, 128, 3, 8, 1, False), (64, 128, 4, 4, 1, False), (256, 128, 3, 8, 1, False),
         (128, 128, 4, 8, 1, True), (128, 64, 5, 8, 1, False),
     ),
 }  # fmt: skip
 GATED_TILES = {
-    16: ((64, 128, 4, 4, 1, False), (64, 256, 3, 4, 1, False)),
+    16: (
+        (64, 128, 4, 4, 1, False), (64, 256, 3, 4, 1, False), (64, 128, 4, 2, 1, False),
+        (32, 256, 3, 2, 1, False),
+    ),
     64: (
         (64, 128, 3, 4, 1, False), (64, 128, 4, 4, 1, False), (64, 64, 5, 4, 1, False),
         (128, 64, 4, 8, 1, False), (128, 128, 2, 8, 1, False),
@@ -147,22 +154,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="llama3-8b", choices=PRODUCTS, help="(%(default)s)")
     parser.add_argument("--kinds", default="int8,fp8", help="of weights (%(default)s)")
-    parser.add_argument("--rows", default="64,1,16", help="in the order of their measurement (%(default)s)")
+    parser.add_argument("--rows", default="64,1,2,16", help="in the order of their measurement (%(default)s)")
     parser.add_argument("--seconds", type=float, default=600.0, help="to stop after (%(default)s)")
     arguments = parser.parse_args(argv)
     started, device = time.perf_counter(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lines = []
     for num_rows in map(int, arguments.rows.split(",")):
+        if time.perf_counter() - started > arguments.seconds:
+            lines.append(f"{num_rows} rows: not measured")
+            continue
         chains = [
             Chain(product, KINDS[kind], num_rows, device)
             for kind in arguments.kinds.split(",")
             for product in PRODUCTS[arguments.shape]
         ]
         if device.type == "cuda":
-            works = (partial(chain.run_with, one) for chain in chains for one in chain.candidates)
-            compile_for(works)
+            try:
+                compile_for(partial(chain.run_with, one) for chain in chains for one in chain.candidates)
+            except Exception as error:  # what cannot be compiled is told below
+                print(f"compiling: {type(error).__name__} {str(error)[:200]}", file=sys.stderr)
         print(f"{num_rows} rows: compiled after {time.perf_counter() - started:.1f} s", file=sys.stderr)
-        for chain in chains:
+        for chain in filter(lambda chain: chain.candidates, chains):
             late = time.perf_counter() - started > arguments.seconds
             lines.append(f"{chain.name}: not measured" if late else _line(chain))
             print(lines[-1], file=sys.stderr, flush=True)

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspec.kernels import linear
 from longspec.kernels.expand import expand
-from longspec.kernels.linear import few_rows, folds
+from longspec.kernels.linear import Tile, few_rows, folds, zero_counters
 from longspec.kernels.norm import Residual
 from tests.kernels.paged import DEVICE, DTYPES, ON_GPU
 from tests.kernels.test_linear import Draws
@@ -77,6 +78,40 @@ def test_gated_products(dtype: torch.dtype, kind: torch.dtype, R: int, I: int, O
     out, _ = few_rows(Residual(x), weight, bias, norm, gated=True, scales=scales)
     gate, up = (F.rms_norm(x.double(), (I,), norm[0].double(), 1e-5) @ true.T + bias.double()).chunk(2, -1)
     draw.close(out.x, F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("tile", [None, Tile(16, 64, 64, 2, 4), Tile(8, 64, 64, 2, 4)], ids=str)
+def test_every_byte_is_converted(
+    kind: torch.dtype, tile: Tile | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tile is not None:
+        monkeypatch.setattr(linear, "tile_of_bytes", lambda *sizes: tile)
+    values = torch.arange(256, dtype=torch.uint8)
+    values = values[values.view(kind).float().isfinite()]
+    weight, ones = torch.diag(values).view(kind), torch.ones(len(values), 1, device=DEVICE)
+    for dtype in (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16,):
+        rows = torch.ones(1, 1 if tile is None else 16, len(values), dtype=dtype, device=DEVICE)
+        found = few_rows(Residual(rows), weight.to(DEVICE), scales=ones)[0].x
+        assert torch.equal(found[0].float().cpu(), values.view(kind).float().expand(rows.shape[1], -1))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("num_shares", "run"), [(2, 0), (3, 0), (16, 0), (3, 64)])
+def test_programs_share_the_depth(
+    kind: torch.dtype, num_shares: int, run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile = Tile(16, 64, 64, 2, 4, num_shares=num_shares)
+    monkeypatch.setattr(linear, "tile_of_bytes", lambda *sizes: tile)
+    draw = Draws(torch.bfloat16 if ON_GPU else torch.float16, 3)
+    x, bias, stream = draw(1, 20, 640), draw(72), 30 * draw(1, 20, 72)
+    weight, scales = draw_bytes(kind, 72, 640, run, 6)
+    expected = x.double() @ expanded(weight, scales).T + bias.double() + stream.double()
+    first = few_rows(Residual(x), weight, bias, residual=stream, scales=scales)[0].x
+    draw.close(first, expected)
+    # The counters are at 0 again.
+    assert torch.equal(few_rows(Residual(x), weight, bias, residual=stream, scales=scales)[0].x, first)
+    assert not zero_counters(x.device).any()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -213,7 +213,11 @@ def answers(kind: str, backend: str, method: Method) -> list[list[int]]:
     draft.vocab_ids.copy_(torch.arange(1, 40, 2))
     draft, head = prepare_draft(draft, target)
     assert isinstance(draft.qkv, EightBitLinear)
+    # The target's own bytes, not rounded again.
     assert isinstance(head.rows, EightBitLinear)
+    assert isinstance(target.head, EightBitLinear)
+    bytes_of_head = target.head.values.view(torch.uint8)
+    assert torch.equal(head.rows.values.view(torch.uint8), bytes_of_head[draft.vocab_ids])
     engine = tiny_engine(target, draft, max_length=48, max_rows=2, num_pages=12)
     engine.models.head = head
     assert engine.models.fused == (backend == "triton")

@@ -58,15 +58,22 @@ def _scaled(weights, scales, col, first, num_runs, RUN: tl.constexpr, CONVERT: t
     return weights
 
 
+@triton.jit
+def _load(pointers, inside, EVEN: tl.constexpr):
+    """With EVEN without a mask: for each number that it might leave out, a register would be set to 0."""
+    return tl.load(pointers) if EVEN else tl.load(pointers, mask=inside, other=0.0)
+
+
 @launched
 @triton.jit
 def byte_row_kernel(
     x, norm, weight, scales, bias, residual, out, num_in, num_out, eps,
     COLS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr,
-    CONVERT: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    EVEN: tl.constexpr, CONVERT: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some columns of the product. With WHOLE a tile has all of the depth."""
+    """Some columns of the product. With WHOLE a tile has all of the depth. With EVEN the depth is a multiple
+    of the tile's."""
     col, i = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, DEPTH)
     wanted = col < num_out
     dtype = x.dtype.element_ty
@@ -79,13 +86,13 @@ def byte_row_kernel(
     squares = tl.zeros([DEPTH], tl.float32)
     if WHOLE:
         inside = i < num_in
-        weights = tl.load(weights_at, mask=inside[None, :], other=0.0)
+        weights = _load(weights_at, inside[None, :], EVEN)
         if GATED:
-            second = tl.load(second_at, mask=inside[None, :], other=0.0)
+            second = _load(second_at, inside[None, :], EVEN)
         if NORM:
-            factor = tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
+            factor = _load(norm + i, inside, EVEN).to(tl.float32)
         await_turn(OVERLAP)
-        value = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
+        value = _load(x + i, inside, EVEN).to(tl.float32)
         if NORM:
             squares = value * value
             value = (value * factor).to(dtype).to(tl.float32)
@@ -98,15 +105,15 @@ def byte_row_kernel(
         await_turn(OVERLAP)
         for first in tl.range(0, num_in, DEPTH, num_stages=STAGES):
             inside = first + i < num_in
-            weights = tl.load(weights_at + first, mask=inside[None, :], other=0.0)
-            value = tl.load(x + first + i, mask=inside, other=0.0).to(tl.float32)
+            weights = _load(weights_at + first, inside[None, :], EVEN)
+            value = _load(x + first + i, inside, EVEN).to(tl.float32)
             if NORM:
                 squares += value * value
-                factor = tl.load(norm + first + i, mask=inside, other=0.0).to(tl.float32)
+                factor = _load(norm + first + i, inside, EVEN).to(tl.float32)
                 value = (value * factor).to(dtype).to(tl.float32)
             result += _scaled(weights, scales, col, first, num_runs, RUN, CONVERT) * value[None, :]
             if GATED:
-                second = tl.load(second_at + first, mask=inside[None, :], other=0.0)
+                second = _load(second_at + first, inside[None, :], EVEN)
                 up += _scaled(second, scales, num_out + col, first, num_runs, RUN, CONVERT) * value[None, :]
     late = 1.0
     if NORM:
@@ -150,7 +157,8 @@ def one_row_of_bytes(
         x, x if norm is None else norm[0], weight, scales, x if bias is None else bias,
         x if residual is None else residual.contiguous(), out, num_in, num_out,
         0.0 if norm is None else norm[1],
-        COLS=cols, DEPTH=depth, STAGES=tile.num_stages, RUN=run, WHOLE=whole, CONVERT=convert(x.device),
+        COLS=cols, DEPTH=depth, STAGES=tile.num_stages, RUN=run, WHOLE=whole,
+        EVEN=num_in % depth == 0, CONVERT=convert(x.device),
         NORM=norm is not None, GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None,
         num_warps=tile.num_warps, **overlap(x.device),
     )  # fmt: skip

@@ -8,6 +8,7 @@ model the RMSNorm has no launch of its own either (`longspec.kernels.products`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -27,8 +28,6 @@ from longspec.kernels.widen import convert
 _SMALL, _LONGEST = 1 << 22, 4096
 # The most rows that our kernels multiply with weights of 8 bits.
 _MOST_ROWS_OF_BYTES = 256
-# With as many columns, a group of warps reads two bytes of a row of weights at a time.
-_WARP_GROUP = 64
 _WHOLE = 16  # the hardware copies tiles only if the bytes of a row are a multiple of this
 # Bytes of a cache line, and how many lines of each column of a large matrix are fetched early.
 _LINE, _LINES = 128, 8
@@ -125,9 +124,7 @@ def _several_rows(
         tile = _tile(num_rows, weight, gated, exact)
     else:
         tile = tile_of_bytes(num_rows, weight, value.dtype, gated, exact, run)
-    # No program without a share.
-    share = triton.cdiv(num_in, tile.num_programs * tile.depth) * tile.depth
-    num_shares = triton.cdiv(num_in, share) if tile.num_programs > 1 else 1
+    num_shares = _num_shares(num_in, tile)
     grid = (triton.cdiv(num_out, tile.num_cols), triton.cdiv(num_rows, tile.num_rows), num_shares)
     made = triton.cdiv(num_out, GROUP.value) if exact else grid[0]
     ahead = None if factor is None else Ahead.empty(factor, out, made)
@@ -137,8 +134,7 @@ def _several_rows(
         "LINE": _LINE // weight.itemsize, "LINES": _lines(weight), "NORM": squares is not None,
         "GATED": gated, "BIAS": bias is not None, "RESIDUAL": residual is not None,
         "AHEAD": ahead is not None, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-        "maxnreg": tile.num_registers,
-        **overlap(value.device),
+        "maxnreg": tile.num_registers, **overlap(value.device),
     }  # fmt: skip
     added = value if residual is None else residual.contiguous()
     around = (value if bias is None else bias, added, *(ahead or (out, out, out)), out)
@@ -150,22 +146,23 @@ def _several_rows(
         )  # fmt: skip
         return out, ahead
     x_box, weight_box = value, weight
-    if boxes := tile.boxes and num_in * value.itemsize % _WHOLE == 0:
+    if boxes := tile.boxes and num_in * weight.itemsize % _WHOLE == 0:
         x_box = TensorDescriptor.from_tensor(value.view(num_rows, num_in), [tile.num_rows, tile.depth])
         weight_box = TensorDescriptor.from_tensor(weight, [tile.num_cols, tile.depth])
-    sums_of_splits, num_done = out, out
+    shares, num_done = out, out
     if num_shares > 1:
-        num_tiles = grid[0] * grid[1]
-        shape = (num_tiles * num_shares, tile.num_rows * tile.num_cols)
-        sums_of_splits = torch.empty(shape, dtype=torch.float32, device=out.device)
-        num_done = zero_counters(out.device)
-        assert num_tiles <= len(num_done)
+        assert squares is None, "each program would see the squares of its share only"
+        size = math.prod(grid) * tile.num_rows * tile.num_cols
+        shares, num_done = out.new_empty(size, dtype=torch.float32), zero_counters(out.device)
+        assert grid[0] * grid[1] <= len(num_done)
     at_once = num_parts if exact else triton.cdiv(num_parts, triton.cdiv(num_in, tile.depth))
     parts = triton.next_power_of_2(at_once)
     rows_kernel[grid](
-        value, x_box, sums, weight, weight_box, sums if scales is None else scales, *around,
-        sums_of_splits, num_done, *sizes, SPLITS=num_shares, CONVERT=convert(value.device) if tile.num_cols >= _WARP_GROUP else 0,
-        SCALED=scales is not None, RUN=run, PARTS=parts, LEVELS=parts.bit_length() - 1, BOXES=boxes, EXACT=exact, PRECISION=precision(value.dtype), **options,
+        value, x_box, sums, weight, weight_box, sums if scales is None else scales, *around, shares, num_done,
+        *sizes, SHARES=num_shares, SCALED=scales is not None, RUN=run,
+        CONVERT=convert(value.device) if tile.by_warp_groups else 0,
+        PARTS=parts, LEVELS=parts.bit_length() - 1, BOXES=boxes, EXACT=exact,
+        PRECISION=precision(value.dtype), **options,
     )  # fmt: skip
     return out, ahead
 
@@ -185,15 +182,27 @@ class Tile:
     """The number of parts of the inner dimension, which one program computes at the same time."""
     boxes: bool = False
     """Whether the hardware copies whole tiles."""
-    num_programs: int = 1
-    """How many programs share the inner dimension of one tile. The last of them adds up their sums."""
+    num_shares: int = 1
+    """How many programs share the inner dimension. The last one of a tile adds up their sums."""
     num_registers: int | None = None
     """The most that a thread may have, where the compiler would take more; fewer let more programs run."""
+
+    @property
+    def by_warp_groups(self) -> bool:
+        """Whether four warps multiply weights of 8 bits together (Hopper's wgmma). Then a thread holds pairs
+        of them, otherwise fours."""
+        return self.num_cols >= 64 and self.num_rows >= 16 and self.num_warps % 4 == 0
+
+
+def _num_shares(num_in: int, tile: Tile) -> int:
+    """The tile's, or fewer, so that no program is without a share."""
+    depth = triton.cdiv(num_in, tile.num_shares * tile.depth) * tile.depth
+    return 1 if tile.num_shares == 1 else triton.cdiv(num_in, depth)
 
 
 @cache
 def zero_counters(device: torch.device) -> Tensor:
-    """For the tiles of one product at a time; every product leaves them at 0."""
+    """How many shares of each tile are done, for the kernel that runs; it leaves them at 0."""
     return torch.zeros(1024, dtype=torch.int32, device=device)
 
 
@@ -240,9 +249,9 @@ def tile_of_bytes(
     """As `_tile`, for weights of 8 bits that are multiplied in `dtype`.
 
     Every tile of columns reads all rows, and 64 rows have the bytes of 128 columns, so tiles have many
-    columns; where that makes few tiles, several programs share the depth of each. If `exact`, all numbers of
-    rows have the same instruction, and none share the depth. The depth is at most a `run` of weights with one
-    scale.
+    columns; where that makes few tiles, several programs share the depth of each. If `exact`, any number of
+    rows has the same instruction and depth, and nothing is shared. The depth is at most a `run` of weights
+    with one scale.
     """
     num_rows, rows = _tile_rows(num_rows, weight, exact)
     sms, shared = gpu_size(weight.device)
@@ -251,7 +260,7 @@ def tile_of_bytes(
     elif num_rows > MOST_ROWS:
         tile = Tile(64 if gated or run else 128, 128, 64, 4, 8)
     elif exact:
-        tile = Tile(rows, 64, 128, 4, 4)
+        tile = Tile(rows, 64, 64, 6, 4)
     elif _is_small(weight):
         tile = Tile(rows, 16, 128, 4, 4)
     elif rows == 16:
@@ -262,11 +271,11 @@ def tile_of_bytes(
     num_cols = tile.num_cols * (2 if gated else 1)
     stage = (tile.num_rows * dtype.itemsize + num_cols) * depth
     num_stages = max(1, min(tile.num_stages, shared // stage))
-    num_programs = 1
+    num_shares = 1
     if not (exact or gated or _is_small(weight) or num_rows > MOST_ROWS or dtype == torch.float32):
         num_tiles = triton.cdiv(weight.shape[0], num_cols)
-        num_programs = max(1, min(2 * sms // num_tiles, 8, weight.shape[1] // 512))
-    return replace(tile, depth=depth, num_stages=num_stages, num_programs=num_programs)
+        num_shares = max(1, min(2 * sms // num_tiles, 8, weight.shape[1] // 512))
+    return replace(tile, depth=depth, num_stages=num_stages, num_shares=num_shares)
 
 
 def _lines(weight: Tensor) -> int:

@@ -233,20 +233,20 @@ def _add_product(
 
 
 @triton.jit
-def _sum_splits(total, parts, num_done, SPLITS: tl.constexpr):
-    """Store a split's sums. The program that is the last to do so for its tile gets the sums of all splits,
-    added in their order, and True."""
+def _sum_shares(total, shares, num_done, SHARES: tl.constexpr):
+    """Store the sums of this program's share of the depth. The program that is the last to do so for its tile
+    gets the total of all shares, added in their order, and True."""
     size: tl.constexpr = total.shape[0] * total.shape[1]
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     place = tl.arange(0, total.shape[0])[:, None] * total.shape[1] + tl.arange(0, total.shape[1])[None, :]
-    place += tile * SPLITS * size
-    tl.store(parts + place + tl.program_id(2) * size, total)
+    place += tile * SHARES * size
+    tl.store(shares + place + tl.program_id(2) * size, total)
     tl.debug_barrier()  # the atomic operation of one thread publishes the stores of all
-    is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel") == SPLITS - 1
+    is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel") == SHARES - 1
     if is_last:
-        total = tl.load(parts + place, cache_modifier=".cg")
-        for split in range(1, SPLITS):
-            total += tl.load(parts + place + split * size, cache_modifier=".cg")
+        total = tl.load(shares + place, cache_modifier=".cg")
+        for share in range(1, SHARES):
+            total += tl.load(shares + place + share * size, cache_modifier=".cg")
         tl.store(num_done + tile, 0)  # for the next launch
     return total, is_last
 
@@ -255,8 +255,8 @@ def _sum_splits(total, parts, num_done, SPLITS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def rows_kernel(
     x, x_box, squares, weight, weight_box, scales, bias, residual, next_factor, next_scaled, next_squares,
-    out, parts_of_splits, num_done, num_rows, num_parts, num_in, num_out, eps,
-    ROWS: tl.constexpr, MOST: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
+    out, shares, num_done, num_rows, num_parts, num_in, num_out, eps,
+    ROWS: tl.constexpr, MOST: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, SHARES: tl.constexpr,
     SCALED: tl.constexpr, RUN: tl.constexpr, CONVERT: tl.constexpr, PARTS: tl.constexpr,
     LEVELS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, BOXES: tl.constexpr, NORM: tl.constexpr,
     GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
@@ -269,15 +269,16 @@ def rows_kernel(
     With SCALED, weights have 8 bits and become the type of x in registers. Each has a scale: one for each
     row of weights or, if RUN is not 0, for every RUN neighbours in it.
 
-    The programs of the third axis share the depth. A row's product has the same bits in tiles of any size
-    with the same SPLITS: each number is a chain of sums over the depth. With EXACT, so have its squares:
-    those of GROUP columns are a part, and PARTS are all of them.
+    The programs of the third axis share the depth. With one SHARE, a row's product has the same bits in tiles
+    of any size: each number is a chain of sums over the depth. With EXACT, so have its squares: those of
+    GROUP columns are a part, and PARTS are all of them.
     """
     start, end = 0, num_in
-    if SCALED:
-        share = tl.cdiv(num_in, SPLITS * DEPTH) * DEPTH
+    if SHARES > 1:
+        share = tl.cdiv(num_in, SHARES * DEPTH) * DEPTH
         start = tl.program_id(2) * share
         end = tl.minimum(start + share, num_in)
+    # Otherwise the compiler lets tensor cores wait for each step: the sums might be set elsewhere.
     tl.assume(start < end)
     row, col, rows_at, columns_at, second_at, factor = _begin(
         x, weight, next_factor, start, num_rows, num_in, num_out,
@@ -285,7 +286,7 @@ def rows_kernel(
     )  # fmt: skip
     stream, scale = 0.0, 0.0
     # Loaded together with the first tile of x, so that it is there when the product is done.
-    if RESIDUAL and SPLITS == 1:
+    if RESIDUAL and SHARES == 1:
         stream = _load_tile(residual, row, col, num_rows, num_out)
     result = tl.zeros([COLS, ROWS] if SCALED else [ROWS, COLS], tl.float32)
     up = tl.zeros([COLS, ROWS] if SCALED else [ROWS, COLS], tl.float32)
@@ -336,14 +337,15 @@ def rows_kernel(
     elif NORM:
         scale = tl.rsqrt(tl.sum(sums, 0) / num_in + eps)
     is_last = True
-    if SPLITS > 1:
-        result, is_last = _sum_splits(result, parts_of_splits, num_done, SPLITS)
+    if SHARES > 1:
+        result, is_last = _sum_shares(result, shares, num_done, SHARES)
     if is_last:
         added = stream
-        if RESIDUAL and SPLITS > 1:
+        if RESIDUAL and SHARES > 1:
             added = _load_tile(residual, row, col, num_rows, num_out)
+        product = tl.trans(result) if SCALED else result
+        second_product = tl.trans(up) if SCALED else up
         _finish(
-            tl.trans(result) if SCALED else result, tl.trans(up) if SCALED else up, scale, bias, added, factor,
-            next_scaled, next_squares, out, row, col, num_rows, num_out,
-            MOST, NORM, GATED, BIAS, RESIDUAL, AHEAD, EXACT,
+            product, second_product, scale, bias, added, factor, next_scaled, next_squares, out, row, col,
+            num_rows, num_out, MOST, NORM, GATED, BIAS, RESIDUAL, AHEAD, EXACT,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError, reason_of
-from longspec.models.eight_bit import form_of
+from longspec.models.eight_bit import EightBitLinear, form_of
 from longspec.models.layers import (
     FeedForward,
     Linear,
@@ -230,7 +230,12 @@ class DraftHead(nn.Module):
         self.vocab_ids = vocab_ids
         self.vocabulary = frozenset(() if vocab_ids is None else vocab_ids.tolist())
         self.rows: nn.Module | None = None
-        if vocab_ids is None and (form is None or form == form_of(target.head)):
+        head: nn.Module = target.head
+        kept = head if isinstance(head, EightBitLinear) and form == form_of(head) else None
+        if vocab_ids is None and (form is None or kept is not None):
+            return
+        if vocab_ids is not None and kept is not None and target.shard is None:
+            self.rows = kept.with_rows(vocab_ids.to(target.device))
             return
         plain = _head_rows(target, None if vocab_ids is None else vocab_ids.to(target.device)).detach()
         rows = Linear(plain.shape[1], len(plain))

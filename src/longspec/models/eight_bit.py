@@ -107,6 +107,10 @@ class EightBitLinear(nn.Module):
     def weight_rows(self, ids: Tensor | None) -> Tensor:
         return (self.matrix if ids is None else self._rows(ids)).expanded(self.dtype)
 
+    def with_rows(self, ids: Tensor) -> EightBitLinear:
+        """The linear of these rows of weights, without a bias."""
+        return EightBitLinear(self._rows(ids), None, self.dtype)
+
     def covers(self, x: Tensor) -> bool:
         from longspec.kernels.linear import covers_bytes
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from longspec.kernels.launch import await_turn, fetch, launched, overlap
 from longspec.kernels.products import add_rounded, silu_gate
-from longspec.kernels.tiling import gpu_size
 from longspec.kernels.widen import convert, widen
 
 # The longest row in one tile.
@@ -37,12 +36,9 @@ class RowTile(NamedTuple):
     num_warps: int
 
 
-def row_tile(num_in: int, num_out: int, device: torch.device) -> RowTile:
-    """Each program reads x, so it has many columns where there are enough for all multiprocessors."""
-    if num_in > _WHOLE:
-        return RowTile(8, 1024, 4, 4)
-    wide = num_in > _WHOLE // 2 and num_out >= 16 * gpu_size(device)[0]
-    return RowTile(16, _WHOLE, 1, 8) if wide else RowTile(8, _WHOLE, 1, 4)
+def row_tile(num_in: int) -> RowTile:
+    """The tile for rows of this length."""
+    return RowTile(8, 1024, 4, 4) if num_in > _WHOLE else RowTile(8, _WHOLE, 1, 4)
 
 
 @triton.jit
@@ -149,7 +145,7 @@ def one_row_of_bytes(
     num_out, num_in = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty(*x.shape[:-1], num_out, dtype=dtype or x.dtype, device=x.device)
     run = 0 if scales.shape[1] == 1 else num_in // scales.shape[1]
-    tile = row_tile(num_in, num_out, x.device)
+    tile = row_tile(num_in)
     depth, cols = max(tile.depth, run), tile.num_cols // (2 if gated else 1)
     if whole := num_in <= depth:
         depth = triton.next_power_of_2(num_in)

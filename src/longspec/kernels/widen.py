@@ -1,8 +1,8 @@
 """Conversion of 8-bit weights to the numbers that are multiplied.
 
-The instructions that convert int8, or fp8 to bf16, take as long as four to eight others, and there is one
-conversion for each byte of a matrix. So bytes are put into the bits of a number with few ordinary
-instructions, four bytes at a time.
+Each byte of a matrix is converted once, so conversions take as long as reading the bytes, or longer: the
+instructions that convert int8 to fp32, and fp16 to bf16, run at a quarter of the speed of others or less. So
+int8 is put into the bits of a larger number with a fixed exponent, from which a constant is subtracted.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ def convert(device: torch.device) -> int:
 
 @triton.jit
 def widen(weights, dtype: tl.constexpr, CONVERT: tl.constexpr) -> tl.tensor:
-    """int8 or fp8 (e4m3) as bf16, fp16 or fp32, exactly. CONVERT 0 is what the compiler makes of it, 1 is by
-    instructions of Hopper."""
-    if weights.dtype != tl.int8 and CONVERT < 2:
+    """int8 or fp8 (e4m3) as bf16, fp16 or fp32, exactly. CONVERT 0 is what the compiler makes of it. 1 is by
+    Hopper's instructions, and 2 by other ones for fp8 to bf16; a thread then has pairs of weights for a half
+    type and fours for fp32."""
+    if weights.dtype != tl.int8 and (CONVERT < 2 or dtype != tl.bfloat16):
         # To bf16 through fp32: there is a fast instruction for each of the two steps.
-        result = weights.to(tl.float32).to(dtype)
+        result = weights.to(tl.float32).to(dtype) if dtype == tl.bfloat16 else weights.to(dtype)
     elif CONVERT == 0:
         # To fp32 in two steps: in one, bytes are unpacked before the turn and fill all registers.
         result = weights.to(tl.float16).to(dtype) if dtype == tl.float32 else weights.to(dtype)
@@ -82,7 +83,7 @@ def widen(weights, dtype: tl.constexpr, CONVERT: tl.constexpr) -> tl.tensor:
             is_pure=True,
             pack=2,
         )
-    elif dtype == tl.bfloat16 and CONVERT == 2:
+    else:
         # Sign, exponent and mantissa at their places in bf16, times 2 ** (127 - 7): adding 0x7800 moves the
         # sign from bit 11 to bit 15.
         result = tl.inline_asm_elementwise(
@@ -100,6 +101,4 @@ def widen(weights, dtype: tl.constexpr, CONVERT: tl.constexpr) -> tl.tensor:
             is_pure=True,
             pack=2,
         )
-    else:
-        result = weights.to(tl.float32).to(dtype)
     return result

@@ -1,9 +1,9 @@
 """Which tiles are fastest for products with weights of 8 bits: `python -m benchmarks.eight_bit_tiles`.
 
-Each product of a Llama-3-8B layer, and its head, with 1, 16 and 64 rows; 2 rows are by tensor cores, which
-would be another way for one row. A chain of products with different
-matrices, together larger than the GPU's cache, runs as a CUDA graph. Every result is compared with fp32.
-The tile in use is marked with a star. With --seconds, what is left at the end of that time is not measured.
+Each product of a Llama-3-8B layer, and its head, with 1, 16 and 64 rows. 2 rows are multiplied by tensor
+cores, which would be another way for one row. A chain of products with different matrices, together larger
+than the GPU's cache, runs as a CUDA graph. Every result is compared with fp32. The tile in use is marked with
+a star. With --seconds, what is left at the end of that time is not measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,11 +58,10 @@ PRODUCTS = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tile, and how its weights are converted."""
+    """A tile and the rows that it multiplies."""
 
     tile: RowTile | Tile | None
     """None is the one in use."""
-    convert: int = 1
     dtype: torch.dtype = torch.bfloat16
     """Of the rows."""
 
@@ -74,11 +73,10 @@ class Candidate:
             text += (f" /{self.tile.num_shares}" if self.tile.num_shares > 1 else "") + (
                 " boxes" if self.tile.boxes else ""
             )
-        text += f" c{self.convert}" if self.convert != 1 else ""
         return text + (" fp16 rows" if self.dtype == torch.float16 else "")
 
 
-def candidates(product: Product, num_rows: int, kind: torch.dtype) -> list[Candidate]:
+def candidates(product: Product, num_rows: int) -> list[Candidate]:
     """What to try for a product."""
     if num_rows == 1:
         tiles = LONG_ROW_TILES if product.num_in > 4096 else ROW_TILES
@@ -95,8 +93,6 @@ def candidates(product: Product, num_rows: int, kind: torch.dtype) -> list[Candi
     first = found[0].tile
     if rows == 64:
         found.append(Candidate(first, dtype=torch.float16))
-    if kind == torch.float8_e4m3fn and rows == 64:
-        found.append(Candidate(first, convert=2))
     return [Candidate(None), *found]
 
 
@@ -199,15 +195,13 @@ def _line(chain: Chain) -> str:
 
 @contextmanager
 def using(candidate: Candidate) -> Iterator[None]:
-    """All products have this tile and these conversions."""
-    with ExitStack() as stack:
-        for module in (eight_bit, linear):
-            if candidate.convert != 1:
-                stack.enter_context(patch.object(module, "convert", lambda device: candidate.convert))
-        if candidate.tile is not None:
-            one_row = isinstance(candidate.tile, RowTile)
-            module, name = (eight_bit, "row_tile") if one_row else (linear, "tile_of_bytes")
-            stack.enter_context(patch.object(module, name, lambda *sizes: candidate.tile))
+    """All products have this tile."""
+    if candidate.tile is None:
+        yield
+        return
+    one_row = isinstance(candidate.tile, RowTile)
+    module, name = (eight_bit, "row_tile") if one_row else (linear, "tile_of_bytes")
+    with patch.object(module, name, lambda *sizes: candidate.tile):
         yield
 
 
@@ -221,7 +215,7 @@ class Chain:
         num_bytes = product.num_in * product.num_out
         told = str(kind).removeprefix("torch.").removesuffix("_e4m3fn")
         self.name = f"{product.name}, {num_rows}, {told} ({num_bytes / 4.2e6:.1f})"
-        self.candidates = candidates(product, num_rows, kind)
+        self.candidates = candidates(product, num_rows)
         count = max(2, _CACHE // num_bytes) if device.type == "cuda" else 1
         x = torch.randn(1, num_rows, product.num_in, device=device)
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

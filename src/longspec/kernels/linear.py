@@ -228,6 +228,8 @@ def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
         tile = Tile(128, 64 if gated else 128, 64, 3, 8, boxes=copies_tiles(weight.device))
     elif exact and rows == 16:
         tile = Tile(16, 32, 256, 4, 4)
+    elif exact and rows == 64 and weight.shape[0] > 256 * sms:
+        tile = Tile(64, 64, 64, 6, 4, boxes=copies_tiles(weight.device))
     elif _is_small(weight) and rows == 16:
         tile = Tile(16, 16, 128 if deep else 64, 4, 4, num_splits=4)
     # Copies by the hardware skip rows that do not exist, but take longer to start.
@@ -264,9 +266,11 @@ def tile_of_bytes(
     elif _is_small(weight):
         tile = Tile(rows, 16, 128, 4, 4)
     elif rows == 16:
-        tile = Tile(16, 64, 128, 4, 4)
+        tile = Tile(16, 32, 256, 3 if gated else 4, 2)
+    elif gated:
+        tile = Tile(rows, 64, 128, 3, 4)
     else:
-        tile = Tile(rows, 64, 128, 3, 4) if gated else Tile(rows, 128, 128, 3, 8, num_registers=128)
+        tile = Tile(rows, 128, 128, 4, 8, boxes=copies_tiles(weight.device), num_registers=128)
     depth = min(tile.depth, run or tile.depth)
     num_cols = tile.num_cols * (2 if gated else 1)
     stage = (tile.num_rows * dtype.itemsize + num_cols) * depth
@@ -274,7 +278,7 @@ def tile_of_bytes(
     num_shares = 1
     if not (exact or gated or _is_small(weight) or num_rows > MOST_ROWS or dtype == torch.float32):
         num_tiles = triton.cdiv(weight.shape[0], num_cols)
-        num_shares = max(1, min(2 * sms // num_tiles, 8, weight.shape[1] // 512))
+        num_shares = max(1, min(4 * sms // num_tiles, 4, weight.shape[1] // (2048 if rows == 16 else 512)))
     return replace(tile, depth=depth, num_stages=num_stages, num_shares=num_shares)
 
 

@@ -21,10 +21,9 @@ def convert(device: torch.device) -> int:
 
 @triton.jit
 def widen(weights, dtype: tl.constexpr, CONVERT: tl.constexpr) -> tl.tensor:
-    """int8 or fp8 (e4m3) as bf16, fp16 or fp32, exactly. CONVERT 0 is what the compiler makes of it. 1 is by
-    Hopper's instructions, and 2 by other ones for fp8 to bf16; a thread then has pairs of weights for a half
-    type and fours for fp32."""
-    if weights.dtype != tl.int8 and (CONVERT < 2 or dtype != tl.bfloat16):
+    """int8 or fp8 (e4m3) as bf16, fp16 or fp32, exactly. CONVERT 0 is what the compiler makes of it, 1 is by
+    Hopper's instructions; a thread then has pairs of weights for a half type and fours for fp32."""
+    if weights.dtype != tl.int8 and (CONVERT == 0 or dtype != tl.bfloat16):
         # To bf16 through fp32: there is a fast instruction for each of the two steps.
         result = weights.to(tl.float32).to(dtype) if dtype == tl.bfloat16 else weights.to(dtype)
     elif CONVERT == 0:

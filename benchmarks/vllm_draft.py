@@ -3,7 +3,7 @@
 python benchmarks/vllm_draft.py TARGET_FOLDER prompts.jsonl --draft smollm2-135m --concurrency 1 8 32 64
 python benchmarks/vllm_draft.py TARGET_FOLDER prompts.jsonl --systems plain draft --cpu --concurrency 1 2
 
-Every system runs in processes of its own, one after the other. As many requests run at once as --concurrency
+Every system runs in a process of its own, one after the other. As many requests run at once as --concurrency
 says, and the next one begins when one ends. vLLM and longspec must be importable by the same Python; longspec
 may also come from PYTHONPATH, because its plugin is called here.
 """
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
@@ -29,7 +30,7 @@ SURROUNDINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-ON_GPU = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ATTENTION_BACKEND": "FLASH_ATTN"}
+ON_GPU = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -54,8 +55,10 @@ class Measured:
 
 Answer = list[int]
 """How many tokens of an answer came with its prompt, and with each round."""
-Engine = Callable[[list[list[int]], int], list[Answer]]
-"""Answers prompts, so many at once."""
+Engine = Callable[[list[list[int]], int, int], list[Answer]]
+"""Answers prompts, so many at once, with at most so many tokens each."""
+WARM_UP_TOKENS = 32
+"""Of an answer that is not timed: enough that all requests run at once before the first one ends."""
 
 
 def vllm_engine(given: argparse.Namespace) -> Engine:
@@ -72,19 +75,21 @@ def vllm_engine(given: argparse.Namespace) -> Engine:
         enforce_eager=given.cpu,
         max_model_len=given.max_length,
         max_num_seqs=max(given.concurrency),
-        gpu_memory_utilization=0.5,
+        # With a size for the KV cache, vLLM asks for little more and does not measure what is left.
+        gpu_memory_utilization=0.5 if given.kv_memory is None else 0.05,
+        kv_cache_memory_bytes=given.kv_memory,
         enable_prefix_caching=False,
         disable_log_stats=True,
         speculative_config=speculative_config(given),
     )
-    sampling = SamplingParams(temperature=0, max_tokens=given.max_new_tokens, detokenize=False)
 
-    def answer(prompts: list[list[int]], concurrency: int) -> list[Answer]:
-        engine, waiting = llm.llm_engine, list(enumerate(prompts))
+    def answer(prompts: list[list[int]], concurrency: int, max_new_tokens: int) -> list[Answer]:
+        sampling = SamplingParams(temperature=0, max_tokens=max_new_tokens, detokenize=False)
+        engine, waiting = llm.llm_engine, deque(enumerate(prompts))
         found: dict[str, Answer] = {str(number): [] for number, _ in waiting}
         while waiting or engine.has_unfinished_requests():
             while waiting and engine.get_num_unfinished_requests() < concurrency:
-                number, ids = waiting.pop(0)
+                number, ids = waiting.popleft()
                 engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
             for output in engine.step():
                 steps = found[output.request_id]
@@ -107,26 +112,46 @@ def speculative_config(given: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def our_engine(given: argparse.Namespace) -> Engine:
-    """Our engine with as many rows as requests at once: it is loaded for one concurrency."""
+    """Our engine, given its next request when one ends."""
     from longspec import LongSpec
+    from longspec.options import read_options
 
     method: dict[str, Any] = {"method": "auto"}
     if given.system == "ours-seq":
         method = {"method": "seq", "gamma": given.gamma}
+    most = max(given.concurrency)
     model = LongSpec.from_pretrained(
         given.target,
         given.draft,
         dtype="float32" if given.cpu else "bfloat16",
         device="cpu" if given.cpu else "cuda",
         max_length=given.max_length,
-        max_rows=given.concurrency[0],
+        # A GPU's default at least, so that what `longspec serve` measured of this machine is used.
+        max_rows=most if given.cpu else max(most, 128),
+        kv_memory=given.kv_memory,
         calibrate=given.system == "ours-auto",
     )
+    if given.system == "ours-auto":
+        model.engine.prepare(most)
 
-    def answer(prompts: list[list[int]], concurrency: int) -> list[Answer]:
+    def answer(prompts: list[list[int]], concurrency: int, max_new_tokens: int) -> list[Answer]:
         model.reset()
-        answers = model.generate(prompts, max_new_tokens=given.max_new_tokens, temperature=0, **method)
-        return [rounds_of(one.depths) for one in answers]
+        options = {"max_new_tokens": max_new_tokens, "temperature": 0.0, **method}
+        asked, _ = model.maker.make(prompts, read_options(options))
+        waiting, running = deque(asked), asked[:0]
+
+        def has_room() -> bool:
+            return any(one.finished for one in running)
+
+        while waiting or running:
+            while waiting and len(running) < concurrency:
+                running.append(waiting.popleft())
+                model.engine.submit(running[-1:])
+            model.engine.lead(has_room)
+            running = [one for one in running if not one.finished]
+        if error := next((one.error for one in asked if one.error is not None), None):
+            raise error
+        return [rounds_of(one.depths) for one in asked]
 
     return answer
 
@@ -162,42 +187,64 @@ def read_prompts(given: argparse.Namespace) -> list[list[int]]:
     return fitting
 
 
-def measure(given: argparse.Namespace) -> Iterator[Measured]:
-    """One system at each concurrency, after a run that is not timed."""
-    prompts = read_prompts(given)
+def load(given: argparse.Namespace) -> Engine:
+    """The system's engine, ready for batches of all sizes: some record graphs when a size is first used."""
     answer = (our_engine if given.system.startswith("ours") else vllm_engine)(given)
-    for concurrency in given.concurrency:
-        count = max(given.requests, 2 * concurrency)
-        chosen = list(islice(cycle(prompts), count))
-        answer(chosen[: 2 * concurrency], concurrency)
+    prompts, most = read_prompts(given), max(given.concurrency)
+    sizes = {1 << power for power in range(most.bit_length())} | {most}
+    for size in sorted(sizes):
+        answer(list(islice(cycle(prompts), size)), size, WARM_UP_TOKENS)
+    return answer
+
+
+def measure(given: argparse.Namespace, answer: Engine) -> Iterator[Measured]:
+    """One system at each concurrency."""
+    prompts = read_prompts(given)
+    for concurrency, asked in zip(given.concurrency, requests_each(given), strict=True):
+        chosen = list(islice(cycle(prompts), max(asked, 2 * concurrency)))
         begun = time.perf_counter()
-        answers = answer(chosen, concurrency)
+        answers = answer(chosen, concurrency, given.max_new_tokens)
         seconds = time.perf_counter() - begun
         # A tree of `auto` may be deeper than a chain.
         depth = max(max(answer) for answer in answers) - 1
         accepted = accepted_by_depth(answers, depth)
-        yield Measured(given.system, concurrency, count, sum(map(sum, answers)), seconds, accepted)
+        yield Measured(given.system, concurrency, len(chosen), sum(map(sum, answers)), seconds, accepted)
+
+
+def requests_each(given: argparse.Namespace) -> list[int]:
+    """How many requests are asked for at each concurrency."""
+    if len(given.requests) not in (1, len(given.concurrency)):
+        sys.exit("--requests takes one number, or one for each --concurrency")
+    return given.requests * len(given.concurrency) if len(given.requests) == 1 else given.requests
 
 
 def run_all(given: argparse.Namespace, arguments: Sequence[str]) -> list[Measured]:
     """Each system in a process of its own. One that fails is told and left out."""
     found: list[Measured] = []
-    jobs: list[tuple[str, list[int]]] = []
-    for system in given.systems:
-        ours = system.startswith("ours")
-        jobs += [(system, [size]) for size in given.concurrency] if ours else [(system, given.concurrency)]
     with tempfile.TemporaryDirectory() as folder:
-        for number, (system, sizes) in enumerate(jobs):
-            goal = Path(folder) / f"{number}.jsonl"
+        for system in given.systems:
+            goal = Path(folder) / f"{system}.jsonl"
             command = [sys.executable, __file__, *arguments, "--system", system, "--goal", str(goal)]
-            command += ["--concurrency", *map(str, sizes)]
-            print(f"{system} {sizes} ...", file=sys.stderr, flush=True)
+            print(f"{system} ...", file=sys.stderr, flush=True)
             done = subprocess.run(command, stdout=sys.stderr)
             if done.returncode:
                 print(f"{system} ended with {done.returncode}", file=sys.stderr, flush=True)
-            lines = goal.read_text().splitlines() if goal.exists() else []
-            found += [Measured(**json.loads(line)) for line in lines]
+            found += read_measured(goal)
     return found
+
+
+def read_measured(path: Path) -> list[Measured]:
+    """What a process wrote; nothing where it did not come so far."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Measured(**json.loads(line)) for line in lines]
+
+
+def write_measured(given: argparse.Namespace, answer: Engine) -> None:
+    """Measure a system that is loaded, and write each line when it is known."""
+    with given.goal.open("w") as goal:
+        for one in measure(given, answer):
+            goal.write(json.dumps(asdict(one)) + "\n")
+            goal.flush()
 
 
 def print_table(found: list[Measured]) -> None:
@@ -215,13 +262,13 @@ def print_table(found: list[Measured]) -> None:
         )
         print(f"| {system} | " + " | ".join(shown) + " |")
     for one in found:
-        if one.concurrency == sizes[0] and one.accepted:
+        if one.concurrency == sizes[-1] and one.accepted:
             depths = " ".join(f"{share:.4f}" for share in one.accepted)
-            print(f"{one.system}: accepted by depth at {sizes[0]}: {depths}")
+            print(f"{one.system}: accepted by depth at {sizes[-1]}, {one.requests} requests: {depths}")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -230,26 +277,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--draft", default="smollm2-135m", help="a draft folder, or a short name")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 32, 64])
-    parser.add_argument("--requests", type=int, default=32, help="at least so many, and two for each at once")
+    parser.add_argument(
+        "--requests", nargs="+", type=int, default=[32],
+        help="at least so many (one number, or one for each concurrency), and two for each at once",
+    )  # fmt: skip
     parser.add_argument("--gamma", type=int, default=4, help="tokens that are drafted in a round")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--max-length", type=int, default=4096)
+    parser.add_argument("--kv-memory", type=int, help="bytes of the KV cache (what each engine takes)")
     parser.add_argument("--json", type=Path, help="write what was measured to this file as well")
     parser.add_argument("--cpu", action="store_true", help="fp32 on the CPU, to try the program")
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     parser.add_argument("--goal", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    given = parser.parse_args(arguments)
+    given = make_parser().parse_args(arguments)
     if given.system is None:
         found = run_all(given, arguments)
         if given.json is not None:
             given.json.write_text(json.dumps([asdict(one) for one in found], indent=1))
         print_table(found)
         return
-    with given.goal.open("w") as goal:
-        for one in measure(given):
-            goal.write(json.dumps(asdict(one)) + "\n")
-            goal.flush()
+    write_measured(given, load(given))
 
 
 if __name__ == "__main__":

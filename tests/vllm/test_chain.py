@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.vllm_draft import rounds_of
+from benchmarks.vllm_draft import make_parser, our_engine, requests_each, rounds_of
 from longspec import LongSpec, UserError
 from longspec.hub import resolve_draft
 from longspec.models.layers import Linear, scores
@@ -129,6 +129,31 @@ def make_parts(draft: Any, other: OtherEngine) -> Parts:
     return Parts(
         draft, rope, ring, other.embedding, lambda hidden: draft.vocab_ids[scores(head, hidden).argmax(-1)]
     )
+
+
+def test_the_benchmark_gives_our_engine_the_next_request_when_one_ends(
+    whole_head: LongSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LongSpec, "from_pretrained", lambda *_, **__: whole_head)
+    counts = ["--concurrency", "1", "2", "--requests", "3", "4"]
+    given = make_parser().parse_args(["folder", "prompts.jsonl", "--cpu", "--system", "ours-seq", *counts])
+    assert requests_each(given) == [3, 4]
+    size = whole_head.target.config.vocab_size
+    prompts = [whole_head.encoder.encode(f"{number}: {QUESTION}", False, size) for number in range(3)]
+    asked: list[Any] = []
+    running: list[int] = []
+    submit = whole_head.engine.submit
+
+    def counted(sequences: list[Any]) -> None:
+        asked.extend(sequences)
+        running.append(sum(not one.finished for one in asked))
+        submit(sequences)
+
+    monkeypatch.setattr(whole_head.engine, "submit", counted)
+    found = our_engine(given)(prompts, 2, 8)
+    assert running == [1, 2, 2]
+    alone = whole_head.generate(prompts, method="seq", gamma=4, max_new_tokens=8, temperature=0)
+    assert found == [rounds_of(one.depths) for one in alone]
 
 
 def test_rows_go_to_those_who_need_them() -> None:

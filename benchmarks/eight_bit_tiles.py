@@ -196,12 +196,12 @@ def _line(chain: Chain) -> str:
 @contextmanager
 def using(candidate: Candidate) -> Iterator[None]:
     """All products have this tile."""
-    if candidate.tile is None:
+    tile = candidate.tile
+    if tile is None:
         yield
         return
-    one_row = isinstance(candidate.tile, RowTile)
-    module, name = (eight_bit, "row_tile") if one_row else (linear, "tile_of_bytes")
-    with patch.object(module, name, lambda *sizes: candidate.tile):
+    module, name = (eight_bit, "row_tile") if isinstance(tile, RowTile) else (linear, "tile_of_bytes")
+    with patch.object(module, name, lambda *sizes: tile):
         yield
 
 

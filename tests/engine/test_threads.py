@@ -57,7 +57,12 @@ def test_an_engine_uses_the_free_processors_and_leaves_no_trace(monkeypatch: pyt
     expected = [one.tokens for one in ask(engine, prompts, new=12)]
     seen: set[int] = set()
     work = engine._work
-    monkeypatch.setattr(engine, "_work", lambda: (seen.add(torch.get_num_threads()), work()))
+
+    def watched() -> None:
+        seen.add(torch.get_num_threads())
+        work()
+
+    monkeypatch.setattr(engine, "_work", watched)
     monkeypatch.setattr(ProcessorLoad, "others", lambda self: self.num_processors - 2.0)
     monkeypatch.setattr(ProcessorLoad, "seconds", 1.0)
     assert [one.tokens for one in ask(engine, prompts, new=12)] == expected

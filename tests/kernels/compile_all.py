@@ -25,7 +25,7 @@ from longspec.decoding.methods import VANILLA, Lookup, MagicDec, Method, Seq, Tr
 from longspec.decoding.round import Models, run_round
 from longspec.engine.device import Device
 from longspec.engine.fill import read_into_rings, take_segments
-from longspec.kernels import attention, launch, linear
+from longspec.kernels import attention, launch, linear, widen
 from longspec.kernels.attention import attend
 from longspec.kernels.choose import choose_tokens
 from longspec.kernels.commit import commit_path
@@ -86,7 +86,8 @@ def compile_only() -> Called:
     """Make calls of kernels compile them and stop there; returns the names of all that are called from now
     on."""
     driver.set_active(Hopper())
-    vars(launch)["is_hopper"] = lambda device: True
+    for module in (launch, widen):
+        vars(module)["is_hopper"] = lambda device: True
     names: Called = {False: [], True: [], None: []}
     run, compile_one = JITFunction.run, JITFunction._do_compile
 
@@ -297,7 +298,8 @@ def check_rounds_ahead(names: Called, methods: Sequence[Method]) -> None:
 def check_ampere() -> None:
     """Before Hopper no hardware copies tiles; what does it must be copies of many numbers at a time."""
     driver.set_active(Ampere())
-    vars(launch)["is_hopper"] = lambda device: False
+    for module in (launch, widen):
+        vars(module)["is_hopper"] = lambda device: False
     for module in (attention, linear):
         vars(module)["copies_tiles"] = lambda device: False
     run = JITFunction.run

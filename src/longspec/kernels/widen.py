@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from longspec.kernels import launch
+from longspec.kernels.tiling import is_hopper
 
 
 def convert(device: torch.device) -> int:
     """The CONVERT of `widen` for this device."""
-    return 1 if launch.is_hopper(device) else 0
+    return 1 if is_hopper(device) else 0
 
 
 @triton.jit

@@ -47,7 +47,7 @@ def test_an_unknown_version_warns_and_still_translates(
     ours = Arguments(speculative_config={"model": draft}, additional_config={"other": 1})
     assert ours.create_speculative_config("target")["model"] == PROPOSER
     assert ours.additional_config == {"other": 1, "longspec": {"draft": draft}}
-    assert "tested with vLLM 0.32.0, and this is 0.99.0" in caplog.text
+    assert "tested with vLLM 0.25.0 and 0.32.0, and this is 0.99.0" in caplog.text
     others = Arguments(speculative_config={"method": "ngram"}, additional_config={})
     assert others.create_speculative_config("target") == {"method": "ngram"}
     assert others.additional_config == {}

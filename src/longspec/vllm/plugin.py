@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
-TESTED = ("0.32.0",)
+TESTED = ("0.25.0", "0.32.0")
 _log = logging.getLogger("vllm.longspec")
 
 

@@ -56,7 +56,7 @@ class Cut(NamedTuple):
     share: int
     """Keys of a part in short texts."""
     most_parts: int
-    """In longer texts there are half as many to so many parts, of shares that are doubled."""
+    """Where a text would have more parts, the share doubles, so that it has between half and all of these."""
     at_once: int
     """Parts that are merged at a time, a power of two and at least 2."""
     num_warps: int

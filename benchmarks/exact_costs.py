@@ -8,20 +8,19 @@ and weights of several layers. A result with other bits is marked with `!`.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from benchmarks.attention import time_of
 from benchmarks.shapes import SHAPES, random_target
-from longspec.engine.graph import capture
 from longspec.kernels import attention, exact
 from longspec.kernels.attention import attend
 from longspec.kernels.exact import Cut, Paths, attend_exactly, chain_paths, choose_cut
@@ -42,35 +41,13 @@ _REPLAYS = 10
 Work = Callable[[], object]
 
 
-@contextmanager
-def using(module: Any, **names: Any) -> Iterator[None]:
-    """With other values of a module's names."""
-    before = {name: getattr(module, name) for name in names}
-    for name, value in names.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
-
-
 def microseconds(work: Work) -> float:
     """The median over replays of a CUDA graph."""
     if not ON_GPU:
         started = time.perf_counter()
         work()
         return 1e6 * (time.perf_counter() - started)
-    (graph,) = capture([work], DEVICE)
-    times = []
-    for _ in range(_REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return statistics.median(times)
+    return 1e3 * time_of(work, _REPLAYS)
 
 
 # ---- attention
@@ -102,9 +79,9 @@ class Way:
         with ExitStack() as stack:
             if self.cut is not None:
                 cut = self.cut
-                stack.enter_context(using(exact, choose_cut=lambda head_dim: cut))
+                stack.enter_context(patch.multiple(exact, choose_cut=lambda head_dim: cut))
             if self.many is not None:
-                stack.enter_context(using(exact, choose_tiling=self._tiling))
+                stack.enter_context(patch.multiple(exact, choose_tiling=self._tiling))
             yield
 
     def _tiling(self, num_rows: int, *_: object) -> Tiling:
@@ -225,7 +202,7 @@ def attention_table(heads: Heads, num_nodes: int) -> list[str]:
     for problem in problems:
         for queries in sizes:
             rows["fast"].append(_told(partial(problem.fast, queries), problem))
-            with using(attention, _merge_kernel=Skipped()):
+            with patch.multiple(attention, _merge_kernel=Skipped()):
                 rows["fast: first launch"].append(_told(partial(problem.fast, queries), problem))
     for way in ways(heads.head_dim):
         with way.used():
@@ -235,7 +212,7 @@ def attention_table(heads: Heads, num_nodes: int) -> list[str]:
                 print(f"{heads.name}, {way.name}: {str(error)[:100]}", file=sys.stderr)
                 continue
             rows[way.name] = cells
-    with using(exact, _recent_kernel=Skipped()):
+    with patch.multiple(exact, _recent_kernel=Skipped()):
         rows["in use: first launch"] = [
             _told(partial(problem.exact, queries), problem) for problem in problems for queries in sizes
         ]

@@ -1,9 +1,10 @@
 """Which tiles are fastest for products with weights of 8 bits: `python -m benchmarks.eight_bit_tiles`.
 
-Each product of a Llama-3-8B layer, and its head, with 1, 16 and 64 rows. 2 rows are multiplied by tensor
-cores, which would be another way for one row. A chain of products with different matrices, together larger
-than the GPU's cache, runs as a CUDA graph. Every result is compared with fp32. The tile in use is marked with
-a star. With --seconds, what is left at the end of that time is not measured.
+Each product of a Llama-3-8B layer, and its head, with 1, 16 and 64 rows. 2 rows of fp8 are multiplied by
+tensor cores, which would be another way for one row. Several rows of int8 are multiplied as planes, and the
+time has the launch that makes them in it. A chain of products with different matrices, together larger than
+the GPU's cache, runs as a CUDA graph. Every result is compared with fp32. The tile in use is marked with a
+star. With --seconds, what is left at the end of that time is not measured.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -22,11 +23,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from longspec.kernels import eight_bit, linear
+from longspec.kernels import eight_bit, linear, planes
 from longspec.kernels.eight_bit import RowTile
 from longspec.kernels.launch import compile_for
 from longspec.kernels.linear import Tile, few_rows
 from longspec.kernels.norm import Residual
+from longspec.kernels.planes import PlaneTile
 from longspec.models.eight_bit import KINDS
 
 _CACHE = 2**28  # bytes of different weights in a chain, several times those of a cache
@@ -52,6 +54,13 @@ PRODUCTS = {
         Product("down", 14336, 4096),
         Product("head", 4096, 128256),
     ),
+    "smollm2-135m": (
+        Product("qkv", 576, 960),
+        Product("output", 576, 576),
+        Product("gate, up", 576, 3072, True),
+        Product("down", 1536, 576),
+        Product("head", 576, 49152),
+    ),
     "tiny": (Product("qkv", 64, 96), Product("gate, up", 64, 256, True), Product("down", 4160, 64)),
 }
 
@@ -60,7 +69,7 @@ PRODUCTS = {
 class Candidate:
     """A tile and the rows that it multiplies."""
 
-    tile: RowTile | Tile | None
+    tile: RowTile | Tile | PlaneTile | None
     """None is the one in use."""
     dtype: torch.dtype = torch.bfloat16
     """Of the rows."""
@@ -69,18 +78,22 @@ class Candidate:
         if self.tile is None:
             return "*"
         text = f"{self.tile.num_cols}x{self.tile.depth} s{self.tile.num_stages} w{self.tile.num_warps}"
-        if isinstance(self.tile, Tile):
-            text += (f" /{self.tile.num_shares}" if self.tile.num_shares > 1 else "") + (
-                " boxes" if self.tile.boxes else ""
-            )
+        if not isinstance(self.tile, RowTile) and self.tile.num_shares > 1:
+            text += f" /{self.tile.num_shares}"
+        if isinstance(self.tile, Tile) and self.tile.boxes:
+            text += " boxes"
+        if isinstance(self.tile, PlaneTile):
+            text += f" l{self.tile.num_lines}"
         return text + (" fp16 rows" if self.dtype == torch.float16 else "")
 
 
-def candidates(product: Product, num_rows: int) -> list[Candidate]:
+def candidates(product: Product, kind: torch.dtype, num_rows: int) -> list[Candidate]:
     """What to try for a product."""
     if num_rows == 1:
         tiles = LONG_ROW_TILES if product.num_in > 4096 else ROW_TILES
         return [Candidate(None), *(Candidate(RowTile(*tile)) for tile in tiles)]
+    if kind == torch.int8:
+        return [Candidate(None), *map(Candidate, plane_tiles(product, num_rows))]
     if num_rows == 2:
         wide = product.gated or product.name == "head"
         return [Candidate(Tile(*tile)) for tile in PAIR_TILES] if wide else []
@@ -96,6 +109,16 @@ def candidates(product: Product, num_rows: int) -> list[Candidate]:
     return [Candidate(None), *found]
 
 
+def plane_tiles(product: Product, num_rows: int) -> list[PlaneTile]:
+    """What to try for a product of planes: each tile with 8 cache lines fetched early, the first two with
+    more."""
+    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    narrow = NARROW_PLANES + (SMALL_PLANES if product.num_in * product.num_out <= 1 << 22 else ())
+    sizes = GATED_PLANES if product.gated else WIDE_PLANES if product.name == "head" else narrow
+    found = [PlaneTile(rows, *size) for size in sizes]
+    return found + [replace(tile, num_lines=lines) for lines in (16, 32) for tile in found[:2]]
+
+
 def _registers(cols: int, warps: int, product: Product) -> int | None:
     """So many that two programs of 8 warps or three of 4 warps fit on a multiprocessor."""
     if product.gated or cols > 128:
@@ -104,9 +127,25 @@ def _registers(cols: int, warps: int, product: Product) -> int | None:
 
 
 # Of one row: columns, depth, stages, warps.
-ROW_TILES = ((16, 4096, 1, 8), (8, 4096, 1, 4), (8, 4096, 1, 8), (4, 4096, 1, 4), (8, 1024, 4, 4))
+ROW_TILES = (
+    (16, 4096, 1, 8), (16, 4096, 1, 4), (8, 4096, 1, 4), (8, 4096, 1, 8), (4, 4096, 1, 4), (8, 1024, 4, 4),
+)  # fmt: skip
 LONG_ROW_TILES = (
     (8, 1024, 4, 4), (8, 1024, 6, 4), (16, 1024, 4, 8), (8, 2048, 3, 8), (4, 2048, 4, 4), (16, 512, 5, 4),
+)  # fmt: skip
+# Of planes: columns, depth, stages, warps, programs that share the depth.
+NARROW_PLANES = (
+    (64, 128, 6, 4, 1), (64, 128, 6, 4, 2), (64, 128, 4, 4, 2), (64, 128, 3, 4, 4), (64, 256, 3, 4, 1),
+    (64, 256, 3, 4, 2), (64, 256, 4, 4, 2), (128, 128, 4, 8, 2), (128, 128, 4, 8, 4), (128, 256, 3, 8, 4),
+)  # fmt: skip
+SMALL_PLANES = ((16, 128, 4, 4, 1), (32, 128, 4, 4, 1), (16, 256, 3, 4, 1))
+WIDE_PLANES = (
+    (128, 128, 3, 4), (128, 128, 4, 8), (128, 256, 2, 4), (128, 128, 6, 4), (64, 128, 6, 4), (64, 256, 3, 4),
+    (256, 128, 3, 8),
+)  # fmt: skip
+GATED_PLANES = (
+    (64, 128, 3, 4), (128, 128, 4, 8), (64, 128, 4, 4), (64, 256, 2, 4), (64, 64, 6, 4), (128, 64, 6, 8),
+    (64, 128, 4, 8),
 )  # fmt: skip
 # Of two rows: the tile's rows, columns, depth, stages, warps.
 PAIR_TILES = ((8, 64, 256, 4, 4), (8, 64, 512, 3, 4), (8, 128, 256, 3, 8))
@@ -175,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines.append(f"{chain.name}: not measured" if late else _line(chain))
             print(lines[-1], file=sys.stderr, flush=True)
     print("\nproduct, rows, weights (floor at 4.2 TB/s): microseconds of each tile, the fastest first")
-    print("columns x depth, s stages, w warps, / programs that share the depth\n")
+    print("columns x depth, s stages, w warps, / programs that share the depth, l lines fetched early\n")
     print("\n".join(lines))
     return 0
 
@@ -200,7 +239,12 @@ def using(candidate: Candidate) -> Iterator[None]:
     if tile is None:
         yield
         return
-    module, name = (eight_bit, "row_tile") if isinstance(tile, RowTile) else (linear, "tile_of_bytes")
+    if isinstance(tile, RowTile):
+        module, name = eight_bit, "row_tile"
+    else:
+        module, name = (
+            (planes, "tile_of_planes") if isinstance(tile, PlaneTile) else (linear, "tile_of_bytes")
+        )
     with patch.object(module, name, lambda *sizes: tile):
         yield
 
@@ -210,15 +254,15 @@ class Chain:
 
     def __init__(self, product: Product, kind: torch.dtype, num_rows: int, device: torch.device) -> None:
         self._product, self._device = product, device
-        # With more rows a norm has a launch of its own; without it, three products share their kernels.
-        self._normed = product.gated or (product.name == "qkv" and num_rows == 1)
+        # Of several rows of fp8 a norm has a launch of its own; without it, three products share kernels.
+        self._normed = product.gated or (product.name == "qkv" and (num_rows == 1 or kind == torch.int8))
         num_bytes = product.num_in * product.num_out
         told = str(kind).removeprefix("torch.").removesuffix("_e4m3fn")
         self.name = f"{product.name}, {num_rows}, {told} ({num_bytes / 4.2e6:.1f})"
-        self.candidates = candidates(product, num_rows)
+        self.candidates = candidates(product, kind, num_rows)
         count = max(2, _CACHE // num_bytes) if device.type == "cuda" else 1
         x = torch.randn(1, num_rows, product.num_in, device=device)
-        self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
         self._x = {dtype: x.to(self._dtype).to(dtype) for dtype in (self._dtype, torch.float16)}
         self._norm = {dtype: torch.ones(product.num_in, device=device, dtype=dtype) for dtype in self._x}
         shape = (product.num_out, product.num_in)

@@ -25,7 +25,7 @@ from longspec.decoding.methods import VANILLA, Lookup, MagicDec, Method, Seq, Tr
 from longspec.decoding.round import Models, run_round
 from longspec.engine.device import Device
 from longspec.engine.fill import read_into_rings, take_segments
-from longspec.kernels import attention, launch, linear, widen
+from longspec.kernels import attention, eight_bit, launch, linear, planes, widen
 from longspec.kernels.attention import attend
 from longspec.kernels.choose import choose_tokens
 from longspec.kernels.commit import commit_path
@@ -88,6 +88,7 @@ def compile_only() -> Called:
     driver.set_active(Hopper())
     for module in (launch, widen):
         vars(module)["is_hopper"] = lambda device: True
+    vars(eight_bit)["has_dp4a"] = lambda device: True
     names: Called = {False: [], True: [], None: []}
     run, compile_one = JITFunction.run, JITFunction._do_compile
 
@@ -169,13 +170,13 @@ def call_products(T: int, E: int = 576) -> None:
 
 def call_products_of_bytes(kind: torch.dtype) -> None:
     """Products of Llama-3-8B with weights of 8 bits, and with a scale for every 128 of them."""
-    for num_in, num_out, num_runs in ((4096, 28672, 1), (14336, 4096, 112)):
+    for num_in, num_out, num_runs in ((4096, 28672, 1), (14336, 4096, 1), (14336, 4096, 112)):
         weight, norm = torch.zeros(num_out, num_in, dtype=kind), (halves(num_in), 1e-5)
         scales = torch.zeros(num_out, num_runs)
         expand(weight, scales, torch.bfloat16)
         for num_rows in (1, 16, 64, 256) if kind == torch.int8 else (1, 64):
             x = Residual(halves(1, num_rows, num_in))
-            if num_runs == 1:
+            if num_out == 28672:
                 few_rows(x, weight, halves(num_out), norm, gated=True, scales=scales)
             else:
                 few_rows(x, weight, residual=halves(1, num_rows, num_out), scales=scales)
@@ -300,13 +301,13 @@ def check_ampere() -> None:
     driver.set_active(Ampere())
     for module in (launch, widen):
         vars(module)["is_hopper"] = lambda device: False
-    for module in (attention, linear):
+    for module in (attention, linear, planes):
         vars(module)["copies_tiles"] = lambda device: False
     run = JITFunction.run
 
     def checked(self: Any, *args: Any, **options: Any) -> Any:
         kernel = run(self, *args, **options)
-        if self.fn.__name__ != "_merge_kernel":
+        if self.fn.__name__ not in ("_merge_kernel", "planes_kernel"):
             assert "cp.async" in kernel.asm["ptx"], self.fn.__name__
             assert "ld.global.b16" not in kernel.asm["ptx"], self.fn.__name__
         return kernel
@@ -315,7 +316,9 @@ def check_ampere() -> None:
     k, sees = halves(3, 1024, 64), torch.ones(1, 64, 64, dtype=torch.bool)
     attend(halves(1, 64, 9, 64), k, k, numbers(1), some_tables(1), PAGE, sees)
     for num_rows in (16, 32, 64):
-        few_rows(Residual(halves(1, num_rows, 1536)), halves(576, 1536))
+        rows = Residual(halves(1, num_rows, 1536))
+        few_rows(rows, halves(576, 1536))
+        few_rows(rows, torch.zeros(576, 1536, dtype=torch.int8), scales=torch.zeros(576, 1))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from longspec.kernels import linear
 from longspec.kernels.expand import expand
-from longspec.kernels.linear import Tile, few_rows, folds, zero_counters
+from longspec.kernels.linear import Tile, few_rows, folds
 from longspec.kernels.norm import Residual
+from longspec.kernels.products import zero_counters
 from tests.kernels.paged import DEVICE, DTYPES, ON_GPU
 from tests.kernels.test_linear import Draws
 
@@ -23,7 +24,7 @@ PAIRS = PAIRS if ON_GPU else [(torch.float32, torch.float8_e4m3fn), (torch.float
 # parts; several rows in tiles of 16, 32, 64 and 128.
 SIZES = [
     *((1, 576, 96, 0), (1, 100, 33, 0), (1, 5000, 24, 0), (1, 512, 40, 128), (1, 4224, 24, 128)),
-    *((7, 48, 33, 0), (20, 256, 40, 128), (40, 1104, 24, 0), (70, 96, 40, 32)),
+    *((7, 48, 33, 0), (20, 256, 40, 128), (40, 336, 24, 0), (70, 96, 40, 32)),
 ]
 
 
@@ -89,15 +90,21 @@ def test_every_byte_is_converted(
         monkeypatch.setattr(linear, "tile_of_bytes", lambda *sizes: tile)
     values = torch.arange(256, dtype=torch.uint8)
     values = values[values.view(kind).float().isfinite()]
-    weight, ones = torch.diag(values).view(kind), torch.ones(len(values), 1, device=DEVICE)
+    # int8 is converted where a row has several scales.
+    num_runs = 2 if kind == torch.int8 else 1
+    weight, ones = torch.diag(values).view(kind), torch.ones(len(values), num_runs, device=DEVICE)
     for dtype in (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16,):
         rows = torch.ones(1, 1 if tile is None else 16, len(values), dtype=dtype, device=DEVICE)
         found = few_rows(Residual(rows), weight.to(DEVICE), scales=ones)[0].x
         assert torch.equal(found[0].float().cpu(), values.view(kind).float().expand(rows.shape[1], -1))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize(("num_shares", "run"), [(2, 0), (3, 0), (16, 0), (3, 64)])
+# int8 with a scale per row is in `test_planes`.
+SHARED = [(kind, shares, 64) for kind in KINDS for shares in (2, 3)]
+SHARED += [(kind, shares, 0) for kind in KINDS if kind != torch.int8 for shares in (2, 3, 16)]
+
+
+@pytest.mark.parametrize(("kind", "num_shares", "run"), SHARED, ids=str)
 def test_programs_share_the_depth(
     kind: torch.dtype, num_shares: int, run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from longspec.cache import Pages
 from longspec.decoding.methods import VANILLA, Auto, Lookup, MagicDec, Seq, Tree
 from longspec.decoding.sampling import AcceptanceRule, Sampling
 from longspec.engine.sequence import Sequence
-from longspec.kernels import linear
+from longspec.kernels import products
 from tests.decoding.scripted import pass_over, tiny_draft, tiny_engine, tiny_target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -27,15 +27,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("family", "small", "ffn"),
     [
-        *(("qwen2", *sizes) for sizes in ((0, 24), (400, 24), (1100, 80), (linear._SMALL, 24))),
+        *(("qwen2", *sizes) for sizes in ((0, 24), (400, 24), (1100, 80), (products._SMALL, 24))),
         ("llama", 400, 24),
         ("qwen3", 400, 24),
-        ("qwen3", linear._SMALL, 24),
+        ("qwen3", products._SMALL, 24),
     ],
 )
 def test_the_target(family: str, small: int, ffn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # What counts as small decides who multiplies: a library, our kernels, or either by turns.
-    monkeypatch.setattr(linear, "_SMALL", small)
+    monkeypatch.setattr(products, "_SMALL", small)
     shape = {"vocab_size": 40, "num_layers": 3, "intermediate_size": ffn, **FAMILIES[family]}
     target = tiny_target(3, **shape).to(DEVICE)
     tokens = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(0)).to(DEVICE)

@@ -8,9 +8,7 @@ model the RMSNorm has no launch of its own either (`longspec.kernels.products`).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 import triton
@@ -20,17 +18,26 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from longspec.kernels.eight_bit import one_row_of_bytes
 from longspec.kernels.launch import overlap
 from longspec.kernels.norm import MOST_ROWS, Ahead, Norm, Residual, most_rows, norm_stream
-from longspec.kernels.products import GROUP, row_kernel, rows_kernel, split_kernel
+from longspec.kernels.planes import make_planes, multiply_planes, uses_planes
+from longspec.kernels.products import (
+    GROUP,
+    LINE,
+    count_lines,
+    count_shares,
+    is_small,
+    room_for_shares,
+    row_kernel,
+    rows_kernel,
+    split_kernel,
+)
 from longspec.kernels.tiling import copies_tiles, gpu_size, precision
 from longspec.kernels.widen import convert
 
-# The most weights of a small matrix, and the longest row that fits in one tile.
-_SMALL, _LONGEST = 1 << 22, 4096
+# The longest row that fits in one tile.
+_LONGEST = 4096
 # The most rows that our kernels multiply with weights of 8 bits.
 _MOST_ROWS_OF_BYTES = 256
 _WHOLE = 16  # the hardware copies tiles only if the bytes of a row are a multiple of this
-# Bytes of a cache line, and how many lines of each column of a large matrix are fetched early.
-_LINE, _LINES = 128, 8
 
 
 def few_rows(
@@ -49,9 +56,9 @@ def few_rows(
 
     With `norm` it is the product of the normed x; only then may x have a `delta`. With `gated` the product is
     gate and up side by side, and the result is silu(gate) * up. `residual` [..., out] is added to the result.
-    With `factor`, the weight of the norm that follows, the result has `ahead`. If `exact`, the bits of a row
-    do not depend on the other rows. The result has this `dtype`, or that of x. A weight of 8 bits has
-    `scales`, fp32 [out, runs]: a row of it has one for each of its runs of equal length.
+    With `factor`, the weight of the norm that follows, the result has `ahead`, except by planes. If `exact`,
+    the bits of a row do not depend on the other rows. The result has this `dtype`, or that of x. A weight of
+    8 bits has `scales`, fp32 [out, runs]: a row of it has one for each of its runs of equal length.
     """
     assert x.delta is None or norm is not None, "only a norm adds the delta of x"
     value = x.x.contiguous()
@@ -62,7 +69,12 @@ def few_rows(
             norm = None
         out = one_row_of_bytes(value, weight, scales, bias, norm, gated, residual, dtype)
         return Residual(out), x
-    if scales is None and not exact and value.numel() == num_in <= _LONGEST and _is_small(weight):
+    if scales is not None and uses_planes(value.dtype, weight, scales):
+        # Without `ahead`: the norm's launch is there anyway if planes follow.
+        planes, x = make_planes(x, norm)
+        out = multiply_planes(planes, weight, scales, bias, gated, residual, dtype or value.dtype)
+        return Residual(out.view(*value.shape[:-1], -1)), x
+    if scales is None and not exact and value.numel() == num_in <= _LONGEST and is_small(weight):
         return _one_row(Residual(value, x.delta), weight, bias, norm, gated, residual)
     squares = None
     if norm is not None and x.ahead is not None:
@@ -124,14 +136,14 @@ def _several_rows(
         tile = _tile(num_rows, weight, gated, exact)
     else:
         tile = tile_of_bytes(num_rows, weight, value.dtype, gated, exact, run)
-    num_shares = _num_shares(num_in, tile)
+    num_shares = count_shares(num_in, tile.depth, tile.num_shares)
     grid = (triton.cdiv(num_out, tile.num_cols), triton.cdiv(num_rows, tile.num_rows), num_shares)
     made = triton.cdiv(num_out, GROUP.value) if exact else grid[0]
     ahead = None if factor is None else Ahead.empty(factor, out, made)
     num_parts = 1 if squares is None else len(squares)
     options = {
         "ROWS": tile.num_rows, "COLS": tile.num_cols, "DEPTH": tile.depth, "MOST": most_rows(num_rows),
-        "LINE": _LINE // weight.itemsize, "LINES": _lines(weight), "NORM": squares is not None,
+        "LINE": LINE // weight.itemsize, "LINES": count_lines(weight), "NORM": squares is not None,
         "GATED": gated, "BIAS": bias is not None, "RESIDUAL": residual is not None,
         "AHEAD": ahead is not None, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
         "maxnreg": tile.num_registers, **overlap(value.device),
@@ -149,16 +161,12 @@ def _several_rows(
     if boxes := tile.boxes and num_in * weight.itemsize % _WHOLE == 0:
         x_box = TensorDescriptor.from_tensor(value.view(num_rows, num_in), [tile.num_rows, tile.depth])
         weight_box = TensorDescriptor.from_tensor(weight, [tile.num_cols, tile.depth])
-    shares, num_done = out, out
-    if num_shares > 1:
-        assert squares is None, "each program would see the squares of its share only"
-        size = math.prod(grid) * tile.num_rows * tile.num_cols
-        shares, num_done = out.new_empty(size, dtype=torch.float32), zero_counters(out.device)
-        assert grid[0] * grid[1] <= len(num_done)
+    assert num_shares == 1 or squares is None, "each program would see the squares of its share only"
+    shares = room_for_shares(grid, tile.num_rows * tile.num_cols, out, torch.float32)
     at_once = num_parts if exact else triton.cdiv(num_parts, triton.cdiv(num_in, tile.depth))
     parts = triton.next_power_of_2(at_once)
     rows_kernel[grid](
-        value, x_box, sums, weight, weight_box, sums if scales is None else scales, *around, shares, num_done,
+        value, x_box, sums, weight, weight_box, sums if scales is None else scales, *around, *shares,
         *sizes, SHARES=num_shares, SCALED=scales is not None, RUN=run,
         CONVERT=convert(value.device) if tile.by_warp_groups else 0,
         PARTS=parts, LEVELS=parts.bit_length() - 1, BOXES=boxes, EXACT=exact,
@@ -194,18 +202,6 @@ class Tile:
         return self.num_cols >= 64 and self.num_rows >= 16 and self.num_warps % 4 == 0
 
 
-def _num_shares(num_in: int, tile: Tile) -> int:
-    """The tile's, or fewer, so that no program is without a share."""
-    depth = triton.cdiv(num_in, tile.num_shares * tile.depth) * tile.depth
-    return 1 if tile.num_shares == 1 else triton.cdiv(num_in, depth)
-
-
-@cache
-def zero_counters(device: torch.device) -> Tensor:
-    """How many shares of each tile are done, for the kernel that runs; it leaves them at 0."""
-    return torch.zeros(1024, dtype=torch.int32, device=device)
-
-
 def _tile_rows(num_rows: int, weight: Tensor, exact: bool) -> tuple[int, int]:
     """The number of rows by which a tile is chosen, and the rows of the tile if they are few. In the
     interpreter, `exact` has one tile for any number of rows, because the bits of numpy's products depend on
@@ -230,12 +226,12 @@ def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
         tile = Tile(16, 32, 256, 4, 4)
     elif exact and rows == 64 and weight.shape[0] > 256 * sms:
         tile = Tile(64, 64, 64, 6, 4, boxes=copies_tiles(weight.device))
-    elif _is_small(weight) and rows == 16:
+    elif is_small(weight) and rows == 16:
         tile = Tile(16, 16, 128 if deep else 64, 4, 4, num_splits=4)
     # Copies by the hardware skip rows that do not exist, but take longer to start.
-    elif _is_small(weight) and copies_tiles(weight.device) and (deep or rows == 32):
+    elif is_small(weight) and copies_tiles(weight.device) and (deep or rows == 32):
         tile = Tile(64, 16, 256, 5, 4, boxes=True) if deep else Tile(64, 16, 128, 4, 4, boxes=True)
-    elif _is_small(weight):
+    elif is_small(weight):
         tile = Tile(rows, 16, 128, 4, 4)
     elif rows == 16:
         tile = Tile(16, 32, 256, 6 if few else 4, 4)
@@ -263,7 +259,7 @@ def tile_of_bytes(
         tile = Tile(64 if gated or run else 128, 128, 64, 4, 8)
     elif exact:
         tile = Tile(rows, 64, 64, 6, 4)
-    elif _is_small(weight):
+    elif is_small(weight):
         tile = Tile(rows, 16, 128, 4, 4)
     elif rows == 16:
         tile = Tile(16, 32, 256, 3 if gated else 4, 2)
@@ -276,27 +272,16 @@ def tile_of_bytes(
     stage = (tile.num_rows * dtype.itemsize + num_cols) * depth
     num_stages = max(1, min(tile.num_stages, shared // stage))
     num_shares = 1
-    if not (exact or gated or _is_small(weight) or num_rows > MOST_ROWS or dtype == torch.float32):
+    if not (exact or gated or is_small(weight) or num_rows > MOST_ROWS or dtype == torch.float32):
         num_tiles = triton.cdiv(weight.shape[0], num_cols)
         num_shares = max(1, min(4 * sms // num_tiles, 4, weight.shape[1] // (2048 if rows == 16 else 512)))
     return replace(tile, depth=depth, num_stages=num_stages, num_shares=num_shares)
 
 
-def _lines(weight: Tensor) -> int:
-    """How many cache lines of each column are fetched early: all of them for a small matrix."""
-    every = triton.next_power_of_2(triton.cdiv(weight.shape[1] * weight.itemsize, _LINE))
-    return every if _is_small(weight) else _LINES
-
-
-def _is_small(weight: Tensor) -> bool:
-    """Whether the product takes less time than the launches around it."""
-    return weight.numel() <= _SMALL
-
-
 def covers(x: Tensor, weight: Tensor) -> bool:
     """Whether to use `few_rows` for this product."""
     num_rows = x.numel() // x.shape[-1]
-    if _is_small(weight):
+    if is_small(weight):
         return num_rows <= MOST_ROWS
     # Without tensor cores (a single row, or fp32) a library is faster with a large matrix.
     return 1 < num_rows <= MOST_ROWS and x.dtype != torch.float32
@@ -313,7 +298,7 @@ def folds(num_rows: int, weight: Tensor, exact: bool, dtype: torch.dtype | None 
     products are in `dtype`, or in that of the weight."""
     # A single row's product computes the norm itself; next to a large product, a launch does not matter.
     # If exact, all rows are rounded at the same places.
-    return (exact or 1 < num_rows <= MOST_ROWS) and _is_small(weight) and _folds(dtype or weight.dtype)
+    return (exact or 1 < num_rows <= MOST_ROWS) and is_small(weight) and _folds(dtype or weight.dtype)
 
 
 def _folds(dtype: torch.dtype) -> bool:

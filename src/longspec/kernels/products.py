@@ -1,4 +1,5 @@
-"""The kernels of `longspec.kernels.linear`: a tile of a product, with norm, gate and residual.
+"""The kernels of `longspec.kernels.linear`, a tile of a product with norm, gate and residual; and what all
+products of several rows share.
 
 The product of a single row computes its RMSNorm itself. For more rows, the previous product writes the stream
 times the norm's weight and the sums of squares (`Ahead`). The root mean square is one factor for all columns,
@@ -9,14 +10,34 @@ would have to pass through registers first, and the loop over the depth would ta
 
 from __future__ import annotations
 
+import math
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from longspec.kernels.launch import await_turn, fetch, launched
 from longspec.kernels.widen import widen
 
 GROUP = tl.constexpr(16)
 """Columns whose squares are summed to one part, where the order of sums matters."""
+LINE = 128
+"""Bytes of a cache line."""
+# The most weights of a small matrix.
+_SMALL = 1 << 22
+
+
+def is_small(weight: Tensor) -> bool:
+    """Whether the product takes less time than the launches around it."""
+    return weight.numel() <= _SMALL
+
+
+def count_lines(weight: Tensor, least: int = 8) -> int:
+    """How many cache lines of each column are fetched early: all of them for a small matrix."""
+    every = triton.next_power_of_2(triton.cdiv(weight.shape[1] * weight.itemsize, LINE))
+    return every if is_small(weight) else least
 
 
 @triton.jit
@@ -85,11 +106,11 @@ def row_kernel(
 
 
 @triton.jit
-def _begin(
+def begin(
     x, weight, next_factor, start, num_rows, num_in, num_out,
     ROWS: tl.constexpr, COLS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, GATED: tl.constexpr,
     AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+) -> tl.tuple:  # fmt: skip
     """Prepare, then wait for the turn. Weights are fetched from the depth `start` on. Returns a tile's rows
     and columns, their pointers in x and in the weights, the offset of the second weights (GATED), and the
     next norm's weight (AHEAD)."""
@@ -111,7 +132,7 @@ def _begin(
 
 
 @triton.jit
-def _load_tile(x, row, col, num_rows, num_cols):
+def load_tile(x, row, col, num_rows, num_cols) -> tl.tensor:
     inside = (row < num_rows)[:, None] & (col < num_cols)[None, :]
     return tl.load(x + row[:, None] * num_cols + col[None, :], mask=inside, other=0.0)
 
@@ -135,11 +156,11 @@ def _square_sums(x):
 
 
 @triton.jit
-def _finish(
+def finish(
     result, up, scale, bias, stream, factor, next_scaled, next_squares, out, row, col, num_rows, num_out,
     MOST: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     AHEAD: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Finish a tile after its product: the norm's `scale`, bias, gate, residual, and what the next norm needs
     (AHEAD)."""
     dtype = out.dtype.element_ty
@@ -183,13 +204,13 @@ def split_kernel(
 ) -> None:  # fmt: skip
     """As `rows_kernel`, but each warp computes 1 / SPLIT of the depth. Between two dependent steps a tensor
     core waits longer than a step takes, and with few rows it has little other work meanwhile."""
-    row, col, rows_at, columns_at, second_at, factor = _begin(
+    row, col, rows_at, columns_at, second_at, factor = begin(
         x, weight, next_factor, 0, num_rows, num_in, num_out,
         ROWS, COLS, LINE, LINES, GATED, AHEAD, OVERLAP,
     )  # fmt: skip
     stream, scale = 0.0, 0.0
     if RESIDUAL:
-        stream = _load_tile(residual, row, col, num_rows, num_out)
+        stream = load_tile(residual, row, col, num_rows, num_out)
     if NORM:
         part = tl.arange(0, PARTS)[:, None]
         parts = tl.load(squares + part * MOST + row[None, :], mask=part < num_parts, other=0.0)
@@ -206,7 +227,7 @@ def split_kernel(
             up = tl.dot(value, second, up)
     if NORM:
         scale = tl.rsqrt(tl.sum(parts, 0) / num_in + eps)
-    _finish(
+    finish(
         tl.sum(result, 0), tl.sum(up, 0), scale, bias, stream, factor, next_scaled, next_squares, out,
         row, col, num_rows, num_out, MOST, NORM, GATED, BIAS, RESIDUAL, AHEAD, False,
     )  # fmt: skip
@@ -233,7 +254,7 @@ def _add_product(
 
 
 @triton.jit
-def _sum_shares(total, shares, num_done, SHARES: tl.constexpr):
+def sum_shares(total, shares, num_done, SHARES: tl.constexpr) -> tl.tuple:
     """Store the sums of this program's share of the depth. The program that is the last to do so for its tile
     gets the total of all shares, added in their order, and True."""
     size: tl.constexpr = total.shape[0] * total.shape[1]
@@ -249,6 +270,27 @@ def _sum_shares(total, shares, num_done, SHARES: tl.constexpr):
             total += tl.load(shares + place + share * size, cache_modifier=".cg")
         tl.store(num_done + tile, 0)  # for the next launch
     return total, is_last
+
+
+def count_shares(num_in: int, depth: int, most: int) -> int:
+    """How many programs share the depth: `most`, or fewer, so that no program is without a share."""
+    return triton.cdiv(num_in, triton.cdiv(num_in, most * depth) * depth)
+
+
+def room_for_shares(grid: tuple[int, int, int], size: int, out: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """`shares` and `num_done` of `sum_shares`, for programs that store `size` sums each; where nothing is
+    shared, `out` stands for them."""
+    if grid[2] == 1:
+        return [out, out]
+    counters = zero_counters(out.device)
+    assert grid[0] * grid[1] <= len(counters)
+    return [out.new_empty(math.prod(grid) * size, dtype=dtype), counters]
+
+
+@cache
+def zero_counters(device: torch.device) -> Tensor:
+    """How many shares of each tile are done, for the kernel that runs; it leaves them at 0."""
+    return torch.zeros(1024, dtype=torch.int32, device=device)
 
 
 @launched
@@ -280,14 +322,14 @@ def rows_kernel(
         end = tl.minimum(start + share, num_in)
     # Otherwise the compiler lets tensor cores wait for each step: the sums might be set elsewhere.
     tl.assume(start < end)
-    row, col, rows_at, columns_at, second_at, factor = _begin(
+    row, col, rows_at, columns_at, second_at, factor = begin(
         x, weight, next_factor, start, num_rows, num_in, num_out,
         ROWS, COLS, LINE, LINES, GATED, AHEAD, OVERLAP,
     )  # fmt: skip
     stream, scale = 0.0, 0.0
     # Loaded together with the first tile of x, so that it is there when the product is done.
     if RESIDUAL and SHARES == 1:
-        stream = _load_tile(residual, row, col, num_rows, num_out)
+        stream = load_tile(residual, row, col, num_rows, num_out)
     result = tl.zeros([COLS, ROWS] if SCALED else [ROWS, COLS], tl.float32)
     up = tl.zeros([COLS, ROWS] if SCALED else [ROWS, COLS], tl.float32)
     sums = tl.zeros([PARTS, ROWS], tl.float32)
@@ -338,14 +380,14 @@ def rows_kernel(
         scale = tl.rsqrt(tl.sum(sums, 0) / num_in + eps)
     is_last = True
     if SHARES > 1:
-        result, is_last = _sum_shares(result, shares, num_done, SHARES)
+        result, is_last = sum_shares(result, shares, num_done, SHARES)
     if is_last:
         added = stream
         if RESIDUAL and SHARES > 1:
-            added = _load_tile(residual, row, col, num_rows, num_out)
+            added = load_tile(residual, row, col, num_rows, num_out)
         product = tl.trans(result) if SCALED else result
         second_product = tl.trans(up) if SCALED else up
-        _finish(
+        finish(
             product, second_product, scale, bias, added, factor, next_scaled, next_squares, out, row, col,
             num_rows, num_out, MOST, NORM, GATED, BIAS, RESIDUAL, AHEAD, EXACT,
         )  # fmt: skip

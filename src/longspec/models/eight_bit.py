@@ -1,9 +1,10 @@
 """Weights of 8 bits, for a GPU: int8 or fp8 (e4m3), with a scale per row or per run of weights in a row.
 
-Rows stay in bf16 or fp16. Few rows are multiplied by our kernels, which read the 8 bits and scale the sums.
-For many rows, a matrix is expanded to the rows' dtype right before its product and dropped right after it:
-arithmetic bounds such a product, the memory is that of one matrix, and rows are not rounded as
-`torch._scaled_mm` would round them.
+Few rows are multiplied by our kernels, which read the 8 bits and scale the sums. Rows stay in bf16 or fp16,
+or are rounded to 16 bits with a scale of their own for int8 (`longspec.kernels.planes`). For many rows, a
+matrix is expanded to the rows' dtype right before its product and dropped right after it: arithmetic bounds
+such a product, the memory is that of one matrix, and rows are not rounded to 8 bits as `torch._scaled_mm`
+would round them.
 """
 
 from __future__ import annotations
@@ -119,8 +120,10 @@ class EightBitLinear(nn.Module):
     def folds(self, num_rows: int, exact: bool) -> bool:
         """Whether the kernel that makes the stream should prepare for the norm of `few_rows`."""
         from longspec.kernels.linear import folds
+        from longspec.kernels.planes import uses_planes
 
-        return folds(num_rows, self.values, exact, self.dtype)
+        in_planes = uses_planes(self.dtype, self.values, self.scales)  # which the norm's own launch makes
+        return not in_planes and folds(num_rows, self.values, exact, self.dtype)
 
     def few_rows(self, x: Any, **around: Any) -> tuple[Any, Any]:
         """The product of few rows, with the options of `longspec.kernels.linear.few_rows`."""

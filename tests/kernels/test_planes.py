@@ -65,8 +65,9 @@ def test_products_are_nearly_those_of_fp32(dtype: torch.dtype, exact: bool, R: i
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_tile_gives_the_same_bits(tile: PlaneTile, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = Draws(DTYPE, 1)
-    x, norm, bias, stream = draw(1, 40, 272), (draw(272), 1e-5), draw(72), 30 * draw(1, 40, 72)
-    weight, scales = draw_bytes(torch.int8, 72, 272, 0, 2)
+    R, I = (40, 272) if ON_GPU else (17, 80)  # noqa: E741
+    x, norm, bias, stream = draw(1, R, I), (draw(I), 1e-5), draw(72), 30 * draw(1, R, 72)
+    weight, scales = draw_bytes(torch.int8, 72, I, 0, 2)
 
     def products() -> list[Tensor]:
         found = few_rows(Residual(x), weight, bias, norm, residual=stream, scales=scales)[0].x
@@ -77,7 +78,7 @@ def test_every_tile_gives_the_same_bits(tile: PlaneTile, monkeypatch: pytest.Mon
 
     expected = products()
     use_tile(tile, monkeypatch)
-    for _ in range(2):  # the counters are at 0 again
+    for _ in range(min(2, tile.num_shares)):  # the second time, the counters must be at 0 again
         for one, other in zip(products(), expected, strict=True):
             assert torch.equal(one, other)
     assert not zero_counters(x.device).any()

@@ -30,7 +30,7 @@ def test_the_recipe_follows_the_target() -> None:
         assert plan == make_plan("x", config, H200, seconds=8 * 3600), "nothing but the arguments decides"
         assert lengths(plan) == [1024, longest], "the long stage covers the whole context"
         assert tuple(plan.cross_layers) == spread_layers(config.num_layers)
-        assert [stage.batch * stage.seq_length for stage in plan.stages] == [65536, max(65536, longest)]
+        assert [stage.batch * stage.seq_length for stage in plan.stages] == [16384, max(65536, longest)]
         assert plan.memory < H200.free_memory
     # Less memory: fewer sequences at a time, and where one does not fit, shorter ones.
     small = replace(H200, free_memory=32 * 10**9)

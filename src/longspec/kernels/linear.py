@@ -221,7 +221,7 @@ def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
     if weight.dtype == torch.float32:
         tile = Tile(rows, 16, 32, 4, 4)
     elif exact and num_rows > MOST_ROWS:
-        tile = Tile(128, 64 if gated else 128, 64, 3, 8, boxes=copies_tiles(weight.device))
+        tile = _filling_tile(num_rows, weight, gated)
     elif exact and rows == 16:
         tile = Tile(16, 32, 256, 4, 4)
     elif exact and rows == 64 and weight.shape[0] > 256 * sms:
@@ -239,6 +239,23 @@ def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
         tile = Tile(rows, 32, 128, 6, 4) if few else Tile(rows, 64, 128, 4, 4)
     stage = (tile.num_rows + tile.num_cols * (2 if gated else 1)) * tile.depth * tile.num_splits
     return replace(tile, num_stages=max(1, min(tile.num_stages, shared // (stage * weight.itemsize))))
+
+
+def _filling_tile(num_rows: int, weight: Tensor, gated: bool) -> Tile:
+    """The tile for many rows: the largest one that keeps half of the multiprocessors busy, or all of them if
+    they have much to hold."""
+    sms, _ = gpu_size(weight.device)
+    num_cols = weight.shape[0] // (2 if gated else 1)
+    boxes = copies_tiles(weight.device)
+    sizes = (
+        (Tile(128, 128, 64, 3, 8, boxes=boxes), 2 * sms if gated else sms),
+        (Tile(128, 64, 64, 4, 4, boxes=boxes), sms // 2),
+        (Tile(64, 64, 128, 4, 4, boxes=boxes), sms // 2),
+    )
+    for tile, least in sizes:
+        if triton.cdiv(num_rows, tile.num_rows) * triton.cdiv(num_cols, tile.num_cols) >= least:
+            return tile
+    return Tile(64, 32, 128, 4, 4, boxes=boxes)
 
 
 def tile_of_bytes(

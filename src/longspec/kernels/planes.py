@@ -265,6 +265,7 @@ def tile_of_planes(num_rows: int, weight: Tensor, gated: bool) -> PlaneTile:
     else:
         # As many programs as run at once, each with enough of the depth.
         num_shares = max(1, min(sms // triton.cdiv(weight.shape[0], 64), weight.shape[1] // 1024))
-        tile = PlaneTile(rows, 64, 128, 6, 4, num_shares=num_shares)
+        depth, num_stages = (128, 6) if num_shares == 1 else (256, 4)
+        tile = PlaneTile(rows, 64, depth, num_stages, 4, num_shares)
     stage = (2 * tile.num_rows + tile.num_cols * (2 if gated else 1)) * tile.depth
     return replace(tile, num_stages=max(1, min(tile.num_stages, shared // stage)))

@@ -13,16 +13,18 @@ from longspec.errors import UserError
 from longspec.train.memory import fitting_micro_batch, state_bytes, working_bytes
 
 TEMPERATURES = (0.0, 0.3, 0.7)
-# Tokens of a short sequence; tokens of a step; a stage with fewer steps gets smaller ones.
-_SHORT, _STEP_TOKENS, _LEAST_STEPS = 1024, 65536, 100
+# Tokens of a short sequence; a stage with fewer steps gets smaller ones.
+_SHORT, _LEAST_STEPS = 1024, 100
+# Tokens of a step: small steps teach more with the same text (docs/measurements/training.md).
+_STEP_TOKENS = {"base": 16384, "long": 65536}
 # A dataset with fewer short or long sequences gets shorter ones, down to the shortest.
 _SHORT_SEQUENCES, _LONG_SEQUENCES, _SHORTEST = 64, 4, 128
 _LEAST_TOKENS = _SHORT_SEQUENCES * _SHORTEST
 # How often a stage sees each written token.
 _EPOCHS = {"base": 4, "long": 2}
-_RATES = {"base": 2e-3, "long": 5e-4}
+_RATES = {"base": 1e-3, "long": 5e-4}
 # The learning rate of the first stage, if it starts from another draft.
-_RATE_FROM_DRAFT = 1e-3
+_RATE_FROM_DRAFT = 5e-4
 # The share of the device's speed that writing and training reach.
 _WRITING, _TRAINING = {"cuda": 0.2, "cpu": 0.25}, {"cuda": 0.28, "cpu": 0.6}
 # Seconds that a turn of the engine and a micro-batch take on the host, for any target.
@@ -323,7 +325,7 @@ class _Planner:
     def _stage(self, name: str, written: list[WrittenPlan], length: int) -> StagePlan:
         datasets = [one for one in written if one.name in _STAGES[name]]
         tokens = _EPOCHS[name] * sum(one.tokens for one in datasets)
-        step = min(_STEP_TOKENS, max(length, tokens // _LEAST_STEPS))
+        step = min(_STEP_TOKENS[name], max(length, tokens // _LEAST_STEPS))
         batch = 2 ** (max(1, step // length).bit_length() - 1)
         steps = max(1, tokens // (batch * length))
         rate = _RATE_FROM_DRAFT if self._continues and name == "base" else _RATES[name]

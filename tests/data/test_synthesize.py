@@ -215,11 +215,11 @@ def test_loops_and_repetitions_are_dropped_and_counted(
     assert synthesize(SynthesisOptions(tmp_path / "warm", 500, str(tiny_folder), **warm)).dropped == {}
 
 
-def test_an_answer_is_cut_where_it_begins_to_loop(smollm2: LongSpec) -> None:
+def test_an_answer_is_cut_behind_the_first_repetition_of_a_loop(smollm2: LongSpec) -> None:
     options = SynthesisOptions(Path("unused"), 1, temperatures=(0.0,))
     script = Script(options, smollm2.encoder)
     prose = smollm2.tokenizer(" ".join(f"{n} is not {n * n}," for n in range(60)))["input_ids"][:120]
-    cases: list[tuple[list[int], int]] = [([], 121), ([77, 78] * 30, 122)]
+    cases: list[tuple[list[int], int]] = [([], 121), ([77, 78] * 30, 124)]
     for loop, kept in cases:
         (sample,) = script.samples(0, 1)
         assert 0 <= script.sequence(sample).seed < 2**63

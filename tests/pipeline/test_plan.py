@@ -35,7 +35,7 @@ def test_the_recipe_follows_the_target() -> None:
     # Less memory: fewer sequences at a time, and where one does not fit, shorter ones.
     small = replace(H200, free_memory=32 * 10**9)
     plan = make_plan("x", LLAMA, small, seconds=8 * 3600)
-    assert plan.stages[0].micro_batch < 64
+    assert plan.stages[0].micro_batch < 16
     assert lengths(plan)[1] < 131072
     assert plan.memory < small.free_memory
     with pytest.raises(UserError, match=r"x and a draft take more than the 8\.0 GB that are free"):

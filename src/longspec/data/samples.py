@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from longspec.data.options import MODES, SynthesisOptions
 from longspec.data.records import JsonLines, read_document, read_prompt
-from longspec.data.screen import is_looping, is_repetitive, loop_start, signature
+from longspec.data.screen import is_looping, is_repetitive, loop_start, second_repetition, signature
 from longspec.data.shards import Role
 from longspec.decoding.choose import hash_bits, uniform
 from longspec.decoding.methods import VANILLA
@@ -111,8 +111,11 @@ class _LoopWatch:
 
 
 def repeats_from(tokens: NDArray[np.int64]) -> int | None:
-    """Where a text begins to only repeat itself, in a loop or in other repetitions; None if it does not."""
-    end = loop_start(tokens)
+    """Where a text does nothing but repeat itself, in a loop or in other repetitions; None if it does not.
+
+    The first repetition of a loop is kept: the target did say it, and it is half of what is lost otherwise.
+    """
+    end = second_repetition(tokens)
     end = len(tokens) if end is None else end
     while end >= _LEAST_LOOKED and is_repetitive(tokens[:end]):
         end -= _LOOK_EVERY

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 _LONGEST_PERIOD = 128
 _LEAST_REPEATED = 24
 _COMPARED_FIRST = 4
-# A text that is still being written may leave a loop again: it must have repeated itself longer.
-_LEAST_PERIODS_SO_FAR = 3
-_LEAST_REPEATED_SO_FAR = 48
+# A text that is still being written may leave a loop again: it must have repeated more.
+_LEAST_REPEATED_SO_FAR = 32
 # A text is repetitive if more than this share of its runs of `_RUN` tokens occurred in it before.
 _RUN = 4
 _MOST_REPEATS = 0.5
@@ -32,19 +31,27 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 def loop_start(tokens: NDArray[np.int64]) -> int | None:
     """Where a text begins to repeat itself up to its end; None if it does not."""
-    return _loop_start(tokens, 2, _LEAST_REPEATED)
+    found = _find_loop(tokens, _LEAST_REPEATED)
+    return None if found is None else found[0]
+
+
+def second_repetition(tokens: NDArray[np.int64]) -> int | None:
+    """Where a text that repeats itself up to its end does so for the second time; None if it does not."""
+    found = _find_loop(tokens, _LEAST_REPEATED)
+    return None if found is None else sum(found)
 
 
 def is_looping(tokens: NDArray[np.int64]) -> bool:
     """Whether a text that is being written is in a loop that it will hardly leave."""
-    return _loop_start(tokens, _LEAST_PERIODS_SO_FAR, _LEAST_REPEATED_SO_FAR) is not None
+    return _find_loop(tokens, _LEAST_REPEATED_SO_FAR) is not None
 
 
-def _loop_start(tokens: NDArray[np.int64], least_periods: int, least_repeated: int) -> int | None:
+def _find_loop(tokens: NDArray[np.int64], least_repeated: int) -> tuple[int, int] | None:
+    """Where a text begins to repeat itself up to its end, and the period."""
     size = len(tokens)
     if size <= least_repeated:
         return None
-    most = min(_LONGEST_PERIOD, size // (least_periods + 1))
+    most = min(_LONGEST_PERIOD, size // 3)
     # Only periods after which the last few tokens come again are looked at, because that takes little time.
     ending = tokens[::-1][: most + _COMPARED_FIRST]
     again = [ending[at + 1 : at + 1 + most] == ending[at] for at in range(_COMPARED_FIRST)]
@@ -52,8 +59,8 @@ def _loop_start(tokens: NDArray[np.int64], least_periods: int, least_repeated: i
     for period in periods:
         differs = np.flatnonzero(tokens[period:] != tokens[:-period])
         start = period + (int(differs[-1]) + 1 if len(differs) else 0)
-        if size - start >= max(least_periods * period, least_repeated):
-            return start
+        if size - start >= max(2 * period, least_repeated):
+            return start, period
     return None
 
 

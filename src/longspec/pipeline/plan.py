@@ -36,6 +36,10 @@ _PLANNED = 0.85
 # The assumed size of the draft's vocabulary; the data decide the real one.
 _VOCABULARY = 32768
 _ROWS = {"cuda": 1024, "cpu": 32}
+# A kill costs a shard, so a dataset has several. But few rows write the last answers of a shard, and a step
+# of few rows takes a GPU nearly as long as one of many: so there a shard has several answers for each row.
+_SHARDS, _ANSWERS_PER_ROW = 8, {"cuda": 8, "cpu": 0}
+_LEAST_SHARD, _MOST_SHARD, _SAMPLES_PER_SEQUENCE = 16, 8192, 4
 # Bytes on disk for each written token: its id, its role, and the texts beside them.
 _TOKEN_BYTES = 8
 
@@ -69,6 +73,7 @@ class WrittenPlan:
     max_new_tokens: int
     given_tokens: int
     """How many tokens of a document are given to be continued."""
+    shard_samples: int
     seconds: float
 
 
@@ -298,8 +303,20 @@ class _Planner:
             seq_length=length,
             max_new_tokens=min(_LONGEST_ANSWER, max(16, int(kind.new * length))),
             given_tokens=max(1, min(int(kind.given * length), length - 32)),
+            shard_samples=self._shard_samples(tokens, length),
             seconds=round(tokens / self._writing_rate(kind, length), 1),
         )
+
+    def _shard_samples(self, tokens: int, length: int) -> int:
+        samples = tokens // (length // _SAMPLES_PER_SEQUENCE)
+        at_once = _ANSWERS_PER_ROW[self._device.type] * int(self._rows(length))
+        return min(_MOST_SHARD, max(_LEAST_SHARD, samples // _SHARDS, min(samples, at_once)))
+
+    def _rows(self, length: int) -> float:
+        """How many sequences are written at a time."""
+        per_token = self._config.kv_bytes_per_token(self._device.itemsize)
+        room = max(1.0, 0.7 * self._free / (length * per_token))
+        return min(float(_ROWS[self._device.type]), room)
 
     def _writing_rate(self, kind: _Kind, length: int) -> float:
         """Tokens of a dataset per second, with the given ones."""
@@ -307,8 +324,7 @@ class _Planner:
         context = length * (1 - kind.new) if kind.is_long else length / 3
         per_token = config.kv_bytes_per_token(device.itemsize)
         weights = config.num_parameters * device.itemsize
-        room = max(1.0, 0.7 * self._free / (length * per_token))
-        rows = min(float(_ROWS[device.type]), room)
+        rows = self._rows(length)
         scores = rows * _SCORE_BYTES * config.vocab_size
         moved = weights + scores + rows * context * per_token
         step = max(moved / device.bandwidth, self._reading(rows, context))

@@ -48,8 +48,6 @@ from longspec.train.checkpoints import note_stages, progress_of
 from longspec.train.command import compose_config
 
 _PLAN, _SPENT = "plan.json", "spent.json"
-# Samples of a shard: few enough that a kill costs little, enough to keep a GPU's rows busy.
-_MOST_SHARD_SAMPLES, _SHARDS, _SAMPLES_PER_SEQUENCE = 8192, 8, 4
 # Sequences that a stage is measured on while it trains; their KV must fit into memory at once.
 _HELD_OUT_SEQUENCES, _HELD_OUT_TOKENS = 16, 2**18
 # The share of a budget that the last measurement keeps.
@@ -197,7 +195,6 @@ class _Making:
 
     def _synthesis(self, one: WrittenPlan, folder: Path, seconds: float | None) -> SynthesisOptions:
         files: dict[str, Any] = {one.mode: self._sources.path(one.source)} if one.source else {}
-        samples = one.tokens // (one.seq_length // _SAMPLES_PER_SEQUENCE) // _SHARDS
         return SynthesisOptions(
             folder,
             one.tokens,
@@ -208,7 +205,7 @@ class _Making:
             max_question_tokens=min(128, one.seq_length // 3),
             given_tokens=one.given_tokens,
             seq_length=one.seq_length,
-            shard_samples=min(_MOST_SHARD_SAMPLES, max(16, samples)),
+            shard_samples=one.shard_samples,
             seed=self._options.seed,
             device=self._options.device,
             dtype=self._options.dtype,

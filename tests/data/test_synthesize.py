@@ -290,7 +290,7 @@ def test_a_loop_ends_an_answer_at_the_same_place_for_every_batch(parrot_folder: 
     for ahead in (1, 7):
         (one,) = make_engine(parrot.target, max_length=2000).run_each([script.sequence(sample)], ahead)
         lengths.append((len(one.tokens), one.finish_reason))
-    assert lengths == [(64, "stop")] * 2
+    assert lengths == [(48, "stop")] * 2
 
 
 def test_killed_it_goes_on_to_the_same_bytes_and_other_flags_are_refused(

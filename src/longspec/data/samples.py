@@ -38,10 +38,10 @@ _LEAST_COMPARED = 32
 _QUESTION, _ANSWER = 0, 1
 _MARK = "7f3a9c51"
 # An answer is searched for loops and repetitions at this many tokens, and again after every further so many.
-_LEAST_LOOKED = 64
-_LOOK_EVERY = 32
+_LEAST_LOOKED = 48
+_LOOK_EVERY = 16
 # Repetitions are searched for less often, because that takes longer.
-_LOOK_CLOSELY_EVERY = 128
+_LOOK_CLOSELY_EVERY = 64
 # Where to cut a question that the target did not end itself.
 _SENTENCE_END = re.compile(r"[.?!:。？！](?=[\s\"')\]]|$)|\n")
 # Characters: a question is not cut to less.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
 from longspec import LongSpec, UserError
 from longspec.config import DraftConfig
-from longspec.decoding.methods import Seq, Vanilla
+from longspec.decoding.drafting import _PlainDrafting
+from longspec.decoding.methods import VANILLA, Method, Seq, Tree, Vanilla
 from longspec.decoding.round import Models
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
@@ -17,11 +19,12 @@ from longspec.engine.engine import Engine
 from longspec.engine.load import prepare_draft
 from longspec.engine.memory import EngineSize
 from longspec.models.draft import ContextHead, DraftHead, GlideDraft
+from longspec.models.draft_passes import NativeDraftPass
 from longspec.models.int8 import Int8Linear
 from longspec.models.layers import Block, Linear
-from longspec.models.native import NativeLinear
+from longspec.models.native import NativeLinear, has_native_products
 from longspec.models.target import Transformer
-from tests.decoding.scripted import ask, tiny_target
+from tests.decoding.scripted import ask, tiny_draft, tiny_target
 
 ROUNDED = (Int8Linear, NativeLinear)  # by torch, or by C code where it can be compiled
 
@@ -99,6 +102,36 @@ def test_drafts_nearly_the_same_tokens(smollm2: LongSpec) -> None:
     assert len(set(drafted["target"])) > 10, "or agreeing would say little"
     same = sum(one == two for one, two in zip(*drafted.values(), strict=True))
     assert same >= 36
+
+
+@pytest.mark.parametrize("method", [Seq(4), Tree((3, 5, 4), max_nodes=9)], ids=lambda one: one.label)
+def test_one_call_for_a_level_is_the_layer_by_torch(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_native_products():
+        pytest.skip("no C compiler here")
+    target = tiny_target(vocab_size=40, num_layers=5, hidden_size=36, intermediate_size=50, head_dim=16)
+    original, hidden = _PlainDrafting.hidden, list[torch.Tensor]()
+
+    def noted(*level: Any) -> torch.Tensor:
+        hidden.append(original(*level))
+        return hidden[-1]
+
+    monkeypatch.setattr(_PlainDrafting, "hidden", noted)
+    # Prompts and answers go round the ring of 8, which holds the beginning of the shortest one alone.
+    prompts, found = [[7], [3, 9, 3, 9, 3], list(range(40))], {}
+    for is_native in (True, False):
+        draft = tiny_draft(target, qkv_bias=True, cross_layers=(0, 2, 4), final_norm=True)
+        engine = Engine(target, *prepare_draft(draft, target), size=EngineSize(3, 160, 16, 40))
+        assert NativeDraftPass.covers(draft, engine.models.pages, target.attention, 5)
+        if not is_native:
+            monkeypatch.setattr(NativeDraftPass, "covers", lambda *_: False)
+        said = [ask(engine, [one], VANILLA, new=30)[0].tokens for one in prompts]
+        hidden.clear()
+        together = ask(engine, prompts, method, new=30)
+        assert all(one.tokens == alone[: len(one.tokens)] for one, alone in zip(together, said, strict=True))
+        found[is_native] = [*hidden]
+    assert len(found[True]) == len(found[False]) > 20
+    for ours, torchs in zip(*found.values(), strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=0, atol=2e-3)
 
 
 def test_the_words_of_the_context_join_the_vocabulary() -> None:

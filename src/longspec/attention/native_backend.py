@@ -76,6 +76,7 @@ class Seen:
             num_layers=1,
             num_kv_heads=k.shape[-3],
             query_stride=query_stride,
+            query_row_stride=num_queries * query_stride,
             lengths=None if lengths is None else lengths.data_ptr(),
             num_own=self.own,
             sees=None if sees is None else sees.data_ptr(),

@@ -19,7 +19,7 @@ from longspec.decoding.round import Models
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree, ancestors
 from longspec.models.draft import DraftHead, GlideDraft
-from longspec.models.draft_passes import FusedDraftPass, PlainDraftPass
+from longspec.models.draft_passes import FusedDraftPass, NativeDraftPass, PlainDraftPass
 from longspec.models.layers import look_up
 from longspec.models.native import ops_of
 
@@ -164,15 +164,19 @@ class _PlainDrafting(_Drafting):
             if self.chain and depth == 1:
                 # Not earlier, because the first pass may have written there.
                 self.replaced = ring.get(self.taken)
-        # By `down`, because a rank's part of it is summed over ranks, which our C code does not do.
-        ops = ops_of(self.draft.ffn.down)
-        run = PlainDraftPass(
-            self.draft, ring, self.models.pages, target.attention, self.plan, target.rope(positions),
-            entries, level.start, self._sees(level, depth), len(level), ops,
-        )  # fmt: skip
-        x = look_up(target.table, tokens)
+        x, pages, sees = look_up(target.table, tokens), self.models.pages, self._sees(level, depth)
         stream = x[:, : len(level)]
-        return self.draft.read(x, stream if feature is None else stream + feature, run)
+        stream = stream.clone() if feature is None else stream + feature
+        if NativeDraftPass.covers(self.draft, pages, target.attention, len(level)):
+            if entries is None:
+                entries = torch.arange(ring.window + level.start, ring.window + level.stop).expand_as(tokens)
+            native = NativeDraftPass(self.draft, ring, pages, self.plan, target.rope.table)
+            return native.read(x, stream, positions, entries, sees)
+        run = PlainDraftPass(
+            self.draft, ring, pages, target.attention, self.plan, target.rope(positions),
+            entries, level.start, sees, len(level), ops_of(self.draft.ffn.down),
+        )  # fmt: skip
+        return self.draft.read(x, stream, run)
 
     def _sees(self, level: range, depth: int) -> Tensor:
         end = self.rows.lengths + depth

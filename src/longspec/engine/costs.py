@@ -27,6 +27,7 @@ from longspec.engine.transfer import Report
 from longspec.errors import UserError
 from longspec.hub import cache_dir
 from longspec.models.placement import device_name
+from longspec.native.build import code_hash
 from longspec.progress import count_bar
 from longspec.records import read_record
 
@@ -230,6 +231,7 @@ def calibration_path(device: Device, methods: tuple[Method, ...]) -> Path:
         models.exact,
         (repr(draft.config), type(draft.qkv).__name__) if draft else None,
         type(target.attention).__name__,
+        code_hash() if target.device.type == "cpu" else None,
         device_name(target.device),
         torch.get_num_threads(),
         None if target.shard is None else target.shard.size,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from ctypes import pointer
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from longspec.attention import Attention, AttentionPlan
+from longspec.attention.native_backend import NativeAttention, Seen
 from longspec.cache import DraftRing, Pages
 from longspec.models.draft import GlideDraft
 from longspec.models.layers import PLAIN, Ops, Rope
+from longspec.models.native import NATIVE, native, ops_of
 from longspec.models.rope import rotate
+from longspec.native.build import Draft, Writing, code
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,81 @@ class PlainDraftPass:
             for q, pair in zip(heads.to(self.pages.keys.dtype).chunk(len(cross), 2), cross, strict=True)
         ]
         return torch.cat(outs, 2).flatten(2).to(queries.dtype)
+
+
+class NativeDraftPass:
+    """The passes of a round by our C code, one call for each level."""
+
+    def __init__(
+        self, draft: GlideDraft, ring: DraftRing, pages: Pages, plan: AttentionPlan, table: Tensor
+    ) -> None:
+        """`table` is `RopeTable.table`."""
+        self._draft, self._ring, self._plan, self._table = draft, ring, plan, table
+        ((self._keys, self._values),) = _cross_pages(pages, draft.config.layers_of(draft.target_config))
+
+    @staticmethod
+    def covers(draft: GlideDraft, pages: Pages, attention: Attention, num_queries: int) -> bool:
+        """Whether the C code has products for this draft and attends with so many queries per row."""
+        is_native = isinstance(attention, NativeAttention) and attention.covers(pages.keys, num_queries)
+        layers = draft.config.layers_of(draft.target_config)
+        return is_native and ops_of(draft.ffn.down) is NATIVE and len(_cross_pages(pages, layers)) == 1
+
+    def read(self, x: Tensor, stream: Tensor, positions: Tensor, entries: Tensor, sees: Tensor) -> Tensor:
+        """Hidden states as `GlideDraft.read` describes them; may overwrite the stream. The keys and values of
+        all tokens, which are at `positions` [B, T], go to `entries` [B, T] of the ring. `sees` is as in
+        `PlainDraftPass`."""
+        draft, ring, (B, n, _), x = self._draft, self._ring, stream.shape, x.contiguous()
+        stream, positions = stream.contiguous(), positions.contiguous()
+        asked = positions[:, :n].contiguous()
+        num_entries = ring.keys.shape[2]
+        places = entries + torch.arange(0, B * num_entries, num_entries)[:, None]
+        to = Writing(
+            keys=ring.keys.data_ptr(),
+            values=ring.values.data_ptr(),
+            num_entries=ring.keys.stride(1) // draft.head_dim,
+            num_heads=draft.num_heads,
+            num_kv_heads=draft.num_kv_heads,
+            head_dim=draft.head_dim,
+            num_tokens=positions.numel(),
+            places=places.data_ptr(),
+            positions=positions.data_ptr(),
+            angles=self._table.data_ptr(),
+            num_angles=self._table.shape[1],
+        )
+        width = (draft.num_heads + 2 * draft.num_kv_heads) * draft.head_dim
+        counts, own, mask = (sees, 0, None) if sees.ndim == 1 else (None, sees.shape[2], sees)
+        near = Seen(ring.keys, ring.values, counts, own, mask).context(B, n, draft.num_heads, width)
+        near.query_row_stride = positions.shape[1] * width
+        heads = draft.num_cross * draft.num_heads
+        far = Seen(self._keys, self._values, self._plan.lengths, plan=self._plan)
+        code().draft_level(
+            _weights(draft), to, near, far.context(B, n, heads, heads * draft.head_dim), asked.data_ptr(),
+            x.data_ptr(), stream.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return stream
+
+
+_WEIGHTS: WeakKeyDictionary[GlideDraft, Draft] = WeakKeyDictionary()
+
+
+def _weights(draft: GlideDraft) -> Draft:
+    """A draft's weights as the C code reads them."""
+    if draft not in _WEIGHTS:
+        linears = (
+            draft.qkv,
+            draft.self_output,
+            draft.cross_q,
+            draft.cross_output,
+            draft.ffn.gate_up,
+            draft.ffn.down,
+        )
+        norms = (draft.self_norm, draft.cross_norm, draft.ffn_norm, draft.final_norm)
+        _WEIGHTS[draft] = Draft(
+            *(pointer(native(linear).matrix) for linear in linears),
+            *(norm.weight.data_ptr() if norm else None for norm in norms),
+            draft.self_norm.eps,
+        )
+    return _WEIGHTS[draft]
 
 
 @dataclass(frozen=True)

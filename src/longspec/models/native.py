@@ -159,15 +159,15 @@ class NativeOps(PlainOps):
 
     def normed_linear(self, reader: Reader, stream: Stream) -> tuple[Tensor, Stream]:
         norm, linear = reader
-        return _native(linear).normed(norm, stream), stream
+        return native(linear).normed(norm, stream), stream
 
     def feed_forward(
         self, ffn: FeedForward, norm: RMSNorm, stream: Stream, following: Reader | None
     ) -> Stream:
-        return _native(ffn.down).add_gated(stream, _native(ffn.gate_up).normed(norm, stream))
+        return native(ffn.down).add_gated(stream, native(ffn.gate_up).normed(norm, stream))
 
 
-def _native(linear: nn.Module) -> NativeLinear:
+def native(linear: nn.Module) -> NativeLinear:
     assert isinstance(linear, NativeLinear)
     return linear
 
@@ -276,7 +276,7 @@ def _layer(block: nn.Module) -> Layer:
     epsilons = (norm.eps if norm else 0.0 for norm in norms[:3])
     return Layer(
         *(
-            pointer(_native(linear).matrix)
+            pointer(native(linear).matrix)
             for linear in (attention.qkv, attention.output, ffn.gate_up, ffn.down)
         ),
         *(norm.weight.data_ptr() if norm else None for norm in norms),

@@ -74,7 +74,7 @@ class Context(ctypes.Structure):
         ("values", Pointer),
         *_sizes("row_stride", "layer_stride", "head_stride"),
         *_sizes("num_rows", "num_queries", "num_heads", "head_dim"),
-        *_sizes("num_layers", "num_kv_heads", "query_stride"),
+        *_sizes("num_layers", "num_kv_heads", "query_stride", "query_row_stride"),
         ("lengths", Pointer),
         *_sizes("num_own"),
         ("sees", Pointer),
@@ -94,6 +94,19 @@ class Layer(ctypes.Structure):
     )
 
 
+class Draft(ctypes.Structure):
+    """`Draft` in decode.c."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.POINTER(Matrix))
+            for name in ("qkv", "self_output", "cross_q", "cross_output", "gate_up", "down")
+        ),
+        *((name, Pointer) for name in ("self_norm", "cross_norm", "ffn_norm", "final_norm")),
+        ("eps", ctypes.c_float),
+    )
+
+
 def library() -> ctypes.CDLL | None:
     """The compiled code, or None if this machine has no C compiler that works."""
     found = _load()
@@ -105,6 +118,11 @@ def code() -> ctypes.CDLL:
     found = _load()
     assert isinstance(found, ctypes.CDLL), found
     return found
+
+
+def code_hash() -> str:
+    """It differs where the C code does."""
+    return hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
 
 
 def what_is_missing() -> str:
@@ -133,7 +151,11 @@ def _load() -> ctypes.CDLL | str:
         ctypes.POINTER(Layer), _SIZE, ctypes.POINTER(Writing), ctypes.POINTER(Context), _SIZE,
         Pointer, number,
     )  # fmt: skip
-    for function in (loaded.product, loaded.rope_write, loaded.attend, loaded.forward):
+    loaded.draft_level.argtypes = (
+        ctypes.POINTER(Draft), ctypes.POINTER(Writing), ctypes.POINTER(Context), ctypes.POINTER(Context),
+        Pointer, Pointer, Pointer, number,
+    )  # fmt: skip
+    for function in (loaded.product, loaded.rope_write, loaded.attend, loaded.forward, loaded.draft_level):
         function.restype = None
     return loaded
 

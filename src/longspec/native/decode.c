@@ -291,7 +291,8 @@ typedef struct {
     int64_t row_stride, layer_stride, head_stride;
     int64_t num_rows, num_queries, num_heads, head_dim;
     int64_t num_layers, num_kv_heads; /* the first heads attend to the first layer, and so on */
-    int64_t query_stride;             /* between the queries of two tokens */
+    int64_t query_stride;             /* between the queries of two tokens, */
+    int64_t query_row_stride;         /* and of two rows */
     const int64_t *lengths;           /* of the prefixes; NULL: none has one */
     int64_t num_own;
     const uint8_t *sees; /* [queries, num_own] of each row; NULL: own key i is seen by queries from i on */
@@ -336,6 +337,19 @@ static inline __attribute__((always_inline)) void add_values(const float *weight
     for (int p = 0; p < parts; p++) ((Vector *)out)[p] = sums[p];
 }
 
+/* Collect those of a row's own keys that any of its queries sees; returns how many. To leave out the others
+   changes no bit, because their weights would be 0. */
+static int64_t seen_keys(const Context *to, int64_t row, int64_t *own) {
+    const uint8_t *sees = to->sees ? to->sees + row * to->sees_stride : NULL;
+    int64_t count = 0;
+    for (int64_t key = 0; key < to->num_own; key++) {
+        int is_seen = !sees;
+        for (int64_t token = 0; token < to->num_queries && !is_seen; token++) is_seen = sees[token * to->num_own + key];
+        if (is_seen) own[count++] = key;
+    }
+    return count;
+}
+
 /* Queries first..last-1 of a row that share a KV head. Numbered by token, then by head. */
 static void attend_head(const Context *to, int64_t row, int64_t kv_head, int64_t first_query, int64_t last_query,
                         const float *q, float *out, float *lse) {
@@ -346,14 +360,15 @@ static void attend_head(const Context *to, int64_t row, int64_t kv_head, int64_t
         skip_from = to->sinks;
         skip_to = length - to->window;
     }
-    int64_t before = length - (skip_to - skip_from), count = before + to->num_own;
+    int64_t *own = malloc((to->num_own + 1) * sizeof *own), num_own = seen_keys(to, row, own);
+    int64_t before = length - (skip_to - skip_from), count = before + num_own;
     int64_t stride = (count + LANES - 1) / LANES * LANES;
     const float **keys = malloc((2 * count + queries) * sizeof *keys), **values = keys + count, **heads = values + count;
     float *scores = malloc((queries * stride + 1) * sizeof *scores);
     int64_t base = row * to->row_stride + kv_head / to->num_kv_heads * to->layer_stride +
                    kv_head % to->num_kv_heads * to->head_stride;
     for (int64_t i = 0; i < count; i++) {
-        int64_t entry = i < skip_from ? i : i + (skip_to - skip_from);
+        int64_t entry = i < skip_from ? i : i < before ? i + (skip_to - skip_from) : length + own[i - before];
         if (to->tables)
             entry = to->tables[row * to->num_pages + entry / to->page_size] * to->page_size + entry % to->page_size;
         keys[i] = to->keys + base + entry * D;
@@ -361,7 +376,7 @@ static void attend_head(const Context *to, int64_t row, int64_t kv_head, int64_t
     }
     for (int64_t query = 0; query < queries; query++) {
         int64_t token = (first_query + query) / group, head = kv_head * group + (first_query + query) % group;
-        heads[query] = q + (row * to->num_queries + token) * to->query_stride + head * D;
+        heads[query] = q + row * to->query_row_stride + token * to->query_stride + head * D;
     }
     float scale = 1.0f / sqrtf((float)D);
     for (int64_t first = 0; first < count; first += LANES) {
@@ -380,8 +395,8 @@ static void attend_head(const Context *to, int64_t row, int64_t kv_head, int64_t
         float *mine = scores + query * stride;
         int64_t token = (first_query + query) / group, head = kv_head * group + (first_query + query) % group;
         const uint8_t *sees = to->sees ? to->sees + row * to->sees_stride + token * to->num_own : NULL;
-        for (int64_t own = 0; own < to->num_own; own++)
-            if (sees ? !sees[own] : own > token) mine[before + own] = -INFINITY;
+        for (int64_t i = 0; i < num_own; i++)
+            if (sees ? !sees[own[i]] : own[i] > token) mine[before + i] = -INFINITY;
         int64_t place = (row * to->num_queries + token) * H + head;
         lse[place] = count ? weigh(mine, count) : -INFINITY;
         memset(out + place * D, 0, D * sizeof *out);
@@ -402,6 +417,7 @@ static void attend_head(const Context *to, int64_t row, int64_t kv_head, int64_t
     }
     free(scores);
     free(keys);
+    free(own);
 }
 
 typedef struct {
@@ -463,5 +479,48 @@ void forward(const Layer *layers, int64_t num_layers, const Writing *to, const C
     free(gate_up);
     free(lse);
     free(out);
+    free(qkv);
+}
+
+/* The draft's one layer. */
+typedef struct {
+    const Matrix *qkv, *self_output, *cross_q, *cross_output, *gate_up, *down;
+    const float *self_norm, *cross_norm, *ffn_norm, *final_norm; /* the last may be NULL */
+    float eps;
+} Draft;
+
+/* Turn the stream [queries, hidden size] of a level's nodes into their hidden states. x [tokens, hidden size] are
+   the tokens that get keys and values in the ring; of each row, the first ones are the nodes. They attend to the
+   ring, then to the pages. */
+void draft_level(const Draft *draft, const Writing *to, const Context *ring, const Context *pages,
+                 const int64_t *positions, const float *x, float *stream, int threads) {
+    int64_t tokens = to->num_tokens, queries = ring->num_rows * ring->num_queries, size = draft->qkv->num_in;
+    int64_t heads = pages->num_heads, width = heads * to->head_dim;
+    float *qkv = malloc(tokens * draft->qkv->num_out * sizeof *qkv);
+    float *crossing = malloc(queries * width * sizeof *crossing), *out = malloc(queries * width * sizeof *out);
+    float *lse = malloc(queries * heads * sizeof *lse);
+    float *gate_up = malloc(queries * draft->gate_up->num_out * sizeof *gate_up);
+    product(draft->qkv, NORM, x, draft->self_norm, draft->eps, tokens, 0, qkv, threads);
+    rope_write(to, qkv);
+    attend(ring, qkv, out, lse, threads);
+    product(draft->self_output, PLAIN, out, NULL, 0, queries, 1, stream, threads);
+    product(draft->cross_q, NORM, stream, draft->cross_norm, draft->eps, queries, 0, crossing, threads);
+    /* Only queries are rotated: there are no keys and values. */
+    Writing none = *to;
+    none.num_heads = heads;
+    none.num_kv_heads = 0;
+    none.num_tokens = queries;
+    none.positions = positions;
+    rope_write(&none, crossing);
+    attend(pages, crossing, out, lse, threads);
+    product(draft->cross_output, PLAIN, out, NULL, 0, queries, 1, stream, threads);
+    product(draft->gate_up, NORM, stream, draft->ffn_norm, draft->eps, queries, 0, gate_up, threads);
+    product(draft->down, GATED, gate_up, NULL, 0, queries, 1, stream, threads);
+    for (int64_t query = 0; query < queries && draft->final_norm; query++)
+        normalise(stream + query * size, draft->final_norm, draft->eps, size, stream + query * size);
+    free(gate_up);
+    free(lse);
+    free(out);
+    free(crossing);
     free(qkv);
 }

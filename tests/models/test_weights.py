@@ -4,6 +4,7 @@ words of vanilla by every method."""
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from longspec.models.native import NativeLinear
 from longspec.models.quantised import GROUP, Bf16Linear, Fp16Linear, Int4Linear, Int8Table
 from longspec.models.target import Transformer
 from longspec.models.weights import ROUNDINGS, Precision, pack, pick_precision
-from longspec.native.build import _load
+from longspec.native.build import _load, code
 from tests.cli.run import exit_code
 from tests.decoding.scripted import ask, pass_over, tiny_draft, tiny_engine, tiny_target
 
@@ -186,9 +187,9 @@ def test_loading_keeps_the_words_close_and_tells_the_weights(
             scores.append(target.logits(pass_over(target, pages, tables, torch.tensor([0]), tokens)))
     assert (scores[0] - scores[1]).norm() / scores[0].norm() < 0.1
     short = ["--json", "--no-calibrate", "--max-new-tokens", "3", "--device", "cpu"]
-    code = exit_code(["generate", "hi", "--target", str(tiny_folder), "--weights", weights, *short])
+    ended = exit_code(["generate", "hi", "--target", str(tiny_folder), "--weights", weights, *short])
     told = json.loads(capsys.readouterr().out)
-    assert (code, told["weights"], told["dtype"]) == (0, weights, "float32")
+    assert (ended, told["weights"], told["dtype"]) == (0, weights, "float32")
     assert exit_code(["info", str(tiny_folder), "--weights", weights, "--device", "cpu", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["weights"] == weights
@@ -211,6 +212,23 @@ def test_what_cannot_be_is_refused(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "weights 'float16' need a processor for which torch has such products; use auto" in error
+
+
+@pytest.mark.parametrize("flags", ["-mno-avx512f", "-mno-avx512f -mno-avx2"])
+def test_older_processors_get_the_same_bits_for_a_node(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "int8" not in POSSIBLE or platform.machine() != "x86_64":
+        pytest.skip("no C compiler here, or no such flags")
+    monkeypatch.setenv("CC", f"cc {flags}")
+    monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path))
+    _load.cache_clear()
+    try:
+        assert code().lanes() == 8
+        for name in ("int8",):
+            test_a_trees_nodes_have_the_numbers_of_vanilla_steps(name)
+    finally:
+        _load.cache_clear()
 
 
 @pytest.mark.parametrize("compiler", ["false", "/nowhere/cc"])

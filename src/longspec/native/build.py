@@ -21,7 +21,7 @@ from longspec.hub import cache_dir
 
 _SOURCE = Path(__file__).with_name("decode.c")
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
 # Compilers prefer half of AVX-512's width, which is slower here.
 _X86_FLAGS = ("-mprefer-vector-width=512",)
 # Seconds after which a compiler is given up.

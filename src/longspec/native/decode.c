@@ -84,6 +84,18 @@ static inline Sums add_products(Sums sums, Pairs weights, Pairs row) {
 #endif
 }
 
+/* sums + x * y with one rounding, where the processor has that. Written out, because a compiler that may choose
+   chooses differently in different loops, and then a tree's node gets other bits than a plain step. */
+static inline Vector add_scaled(Vector sums, float x, Vector y) {
+#if defined(__AVX512BW__)
+    return (Vector)_mm512_fmadd_ps(_mm512_set1_ps(x), (__m512)y, (__m512)sums);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Vector)_mm256_fmadd_ps(_mm256_set1_ps(x), (__m256)y, (__m256)sums);
+#else
+    return sums + x * y;
+#endif
+}
+
 static inline float exponential(float x) {
     /* e^x = 2^n e^r with |r| <= ln 2 / 2 */
     float y = x < -87.0f ? -87.0f : x;
@@ -308,7 +320,7 @@ static inline __attribute__((always_inline)) void score(const float **queries, c
     Vector sums[QUERIES] = {{0}};
     for (int64_t d = 0; d < dim; d++)
 #pragma GCC unroll 4
-        for (int q = 0; q < count; q++) sums[q] += queries[q][d] * keys[d];
+        for (int q = 0; q < count; q++) sums[q] = add_scaled(sums[q], queries[q][d], keys[d]);
 #pragma GCC unroll 4
     for (int q = 0; q < count; q++) *(Vector *)(out + q * stride) = sums[q] * scale;
 }
@@ -332,7 +344,7 @@ static inline __attribute__((always_inline)) void add_values(const float *weight
     for (int p = 0; p < parts; p++) sums[p] = ((Vector *)out)[p];
     for (int i = 0; i < count; i++)
 #pragma GCC unroll 16
-        for (int p = 0; p < parts; p++) sums[p] += weights[i] * ((const Vector *)values[i])[p];
+        for (int p = 0; p < parts; p++) sums[p] = add_scaled(sums[p], weights[i], ((const Vector *)values[i])[p]);
 #pragma GCC unroll 16
     for (int p = 0; p < parts; p++) ((Vector *)out)[p] = sums[p];
 }

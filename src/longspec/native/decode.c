@@ -325,15 +325,37 @@ static inline __attribute__((always_inline)) void score(const float **queries, c
     for (int q = 0; q < count; q++) *(Vector *)(out + q * stride) = sums[q] * scale;
 }
 
-/* Turn scores into weights, in place; returns the log of the sum of the exponentiated scores. */
-static float weigh(float *scores, int64_t count) {
-    float peak = -FLT_MAX, sum = 0;
-    for (int64_t i = 0; i < count; i++) peak = scores[i] > peak ? scores[i] : peak;
-    for (int64_t i = 0; i < count; i++) scores[i] = exponential(scores[i] - peak);
-    /* One after the other: entries that a query does not see lie between those that it sees. */
-    for (int64_t i = 0; i < count; i++) sum += scores[i];
-    for (int64_t i = 0; i < count; i++) scores[i] /= sum;
-    return peak + logf(sum);
+static float largest(const float *x, int64_t n) {
+    float parts[LANES], peak = -FLT_MAX;
+    int64_t i = 0;
+    for (int l = 0; l < LANES; l++) parts[l] = -FLT_MAX;
+    for (; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; l++) parts[l] = x[i + l] > parts[l] ? x[i + l] : parts[l];
+    for (; i < n; i++) peak = x[i] > peak ? x[i] : peak;
+    for (int l = 0; l < LANES; l++) peak = parts[l] > peak ? parts[l] : peak;
+    return peak;
+}
+
+/* Turn the scores of `queries` queries into weights, in place; lse becomes the log of the sums of the
+   exponentiated scores. */
+static inline __attribute__((always_inline)) void weigh(float *scores, int64_t stride, const int queries,
+                                                        int64_t count, float *lse) {
+    float sums[QUERIES] = {0};
+    for (int q = 0; q < queries; q++) {
+        float *mine = scores + q * stride, peak = largest(mine, count);
+        for (int64_t i = 0; i < count; i++) mine[i] = exponential(mine[i] - peak);
+        lse[q] = peak;
+    }
+    /* One after the other: entries that a query does not see lie between those that it sees. Several queries at
+       a time, because an addition waits for the one before it. */
+    for (int64_t i = 0; i < count; i++)
+#pragma GCC unroll 4
+        for (int q = 0; q < queries; q++) sums[q] += scores[q * stride + i];
+    for (int q = 0; q < queries; q++) {
+        float *mine = scores + q * stride;
+        for (int64_t i = 0; i < count; i++) mine[i] /= sums[q];
+        lse[q] = count ? lse[q] + logf(sums[q]) : -INFINITY;
+    }
 }
 
 /* Add `count` weighted values to out, one after the other; `parts` is the head's size in vectors. */
@@ -376,7 +398,7 @@ static void attend_head(const Context *to, int64_t row, int64_t kv_head, int64_t
     int64_t before = length - (skip_to - skip_from), count = before + num_own;
     int64_t stride = (count + LANES - 1) / LANES * LANES;
     const float **keys = malloc((2 * count + queries) * sizeof *keys), **values = keys + count, **heads = values + count;
-    float *scores = malloc((queries * stride + 1) * sizeof *scores);
+    float *scores = malloc((queries * (stride + 1) + 1) * sizeof *scores), *logs = scores + queries * stride;
     int64_t base = row * to->row_stride + kv_head / to->num_kv_heads * to->layer_stride +
                    kv_head % to->num_kv_heads * to->head_stride;
     for (int64_t i = 0; i < count; i++) {
@@ -409,9 +431,15 @@ static void attend_head(const Context *to, int64_t row, int64_t kv_head, int64_t
         const uint8_t *sees = to->sees ? to->sees + row * to->sees_stride + token * to->num_own : NULL;
         for (int64_t i = 0; i < num_own; i++)
             if (sees ? !sees[own[i]] : own[i] > token) mine[before + i] = -INFINITY;
-        int64_t place = (row * to->num_queries + token) * H + head;
-        lse[place] = count ? weigh(mine, count) : -INFINITY;
-        memset(out + place * D, 0, D * sizeof *out);
+        memset(out + ((row * to->num_queries + token) * H + head) * D, 0, D * sizeof *out);
+    }
+    int64_t weighed = 0;
+    for (; weighed + QUERIES <= queries; weighed += QUERIES)
+        weigh(scores + weighed * stride, stride, QUERIES, count, logs + weighed);
+    for (; weighed < queries; weighed++) weigh(scores + weighed * stride, stride, 1, count, logs + weighed);
+    for (int64_t query = 0; query < queries; query++) {
+        int64_t token = (first_query + query) / group, head = kv_head * group + (first_query + query) % group;
+        lse[(row * to->num_queries + token) * H + head] = logs[query];
     }
     for (int64_t first = 0; first < count; first += KEYS) {
         int tile = first + KEYS <= count ? KEYS : (int)(count - first);

@@ -26,7 +26,7 @@ from longspec.decoding.sampling import Sampling
 from longspec.engine.engine import Engine
 from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
-from longspec.models.layers import pack_linears
+from longspec.models.native import pack_linears
 from longspec.models.placement import pick_device, pick_dtype
 from longspec.models.weights import Precision, with_kv_dtype
 

@@ -23,7 +23,7 @@ from longspec.engine.load import prepare_draft
 from longspec.models.checkpoint import WeightFiles
 from longspec.models.eight_bit import KINDS, EightBit, EightBitForm, EightBitLinear
 from longspec.models.files import read_config
-from longspec.models.layers import Linear, PackedLinear
+from longspec.models.layers import CpuLinear, Linear
 from longspec.models.load import load_target, pack_ends
 from longspec.models.pair import load_pair
 from longspec.models.target import Transformer
@@ -128,7 +128,7 @@ def load(folder: Path, precision: Precision) -> Transformer:
 
 def named_linears(target: Transformer) -> list[str]:
     """The names of the target's linears, in whatever form."""
-    linears = (EightBitLinear, Linear, PackedLinear)
+    linears = (EightBitLinear, Linear, CpuLinear)
     return [name for name, one in target.named_modules() if isinstance(one, linears)]
 
 

@@ -1,10 +1,11 @@
-"""Rounded weights on a CPU: close to the weights they come from, the same bits whatever runs beside, and the
-words of vanilla by every method."""
+"""Weights on a CPU in every form: close to the weights they come from, the same bits whatever runs beside,
+and the words of vanilla by every method."""
 
 from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from longspec.decoding.methods import VANILLA, Lookup, MagicDec, Method, Seq, Tr
 from longspec.decoding.sampling import Sampling
 from longspec.models.layers import Linear, RMSNorm
 from longspec.models.load import pack_ends
-from longspec.models.native import NativeLinear
+from longspec.models.native import NativeFp32Linear, NativeInt8Linear, NativeLinear, has_native_products
 from longspec.models.quantised import GROUP, Bf16Linear, Fp16Linear, Int4Linear, Int8Table
 from longspec.models.target import Transformer
 from longspec.models.weights import ROUNDINGS, Precision, pack, pick_precision
@@ -26,7 +27,9 @@ from tests.cli.run import exit_code
 from tests.decoding.scripted import ask, pass_over, tiny_draft, tiny_engine, tiny_target
 
 POSSIBLE = [name for name, rounding in ROUNDINGS.items() if rounding.is_possible()]
-FORMS = {"float16": Fp16Linear, "bfloat16": Bf16Linear, "int8": NativeLinear, "int4": Int4Linear}
+FORMS = {"float16": Fp16Linear, "bfloat16": Bf16Linear, "int8": NativeInt8Linear, "int4": Int4Linear}
+FORMS |= {"float32": NativeFp32Linear}
+EXACT = [*POSSIBLE, *(["float32"] if has_native_products() else [])]
 
 
 def linear_of(weight: Tensor, bias: bool = False) -> Linear:
@@ -37,16 +40,16 @@ def linear_of(weight: Tensor, bias: bool = False) -> Linear:
     return linear
 
 
-def rounded_target(name: str) -> Transformer:
+def target_in(name: str) -> Transformer:
     """A random target of sizes that every form has."""
     target = tiny_target(vocab_size=64, hidden_size=64, intermediate_size=128, num_heads=4, head_dim=16)
-    precision = Precision(torch.float32, ROUNDINGS[name], name)
+    precision = Precision(torch.float32, ROUNDINGS.get(name), "" if name == "float32" else name)
     pack(target.blocks, precision)
     pack_ends(target, precision)
     return target
 
 
-@pytest.mark.parametrize("name", POSSIBLE)
+@pytest.mark.parametrize("name", EXACT)
 def test_a_rows_product_has_the_same_bits_alone_and_among_others(name: str) -> None:
     torch.manual_seed(0)
     for num_out, num_in in ((192, 576), (576, 1536), (128, 96)):
@@ -69,7 +72,7 @@ def test_int8_products_are_those_of_the_expanded_weights() -> None:
     weight = torch.randn(99, 575) * 0.05  # neither fills its vectors
     weight[3], weight[4] = 0, weight[4] * 1000
     linear = linear_of(weight, bias=True)
-    form, rows = NativeLinear(linear), torch.randn(6, 575)
+    form, rows = NativeInt8Linear(linear), torch.randn(6, 575)
     rows[1], rows[2, 7] = 0, 300.0  # a row without a scale, and one number that is nearly all of its row
     rows[5, 9] = torch.inf
     kept = form.weight_rows(None)
@@ -84,15 +87,29 @@ def test_int8_products_are_those_of_the_expanded_weights() -> None:
         assert (row - old).abs().max() <= old.abs().max() / 254 * 1.001
     assert torch.equal(form.weight_rows(torch.tensor([4, 0])), kept[[4, 0]])
     # The largest sums there are.
-    largest = NativeLinear(linear_of(torch.ones(16, 20000)))
+    largest = NativeInt8Linear(linear_of(torch.ones(16, 20000)))
     torch.testing.assert_close(largest(torch.ones(2, 20000)), torch.full((2, 16), 20000.0))
 
 
-def test_int8_products_with_what_is_around_them() -> None:
+def test_fp32_products_are_those_of_the_weights() -> None:
+    if "float32" not in EXACT:
+        pytest.skip("no C compiler here")
+    torch.manual_seed(0)
+    linear = linear_of(torch.randn(99, 575) * 0.05, bias=True)  # the outputs do not fill their vectors
+    form = NativeFp32Linear(linear)
+    for count in (1, 7, 8, 29):
+        rows = torch.randn(count, 575)
+        torch.testing.assert_close(form(rows), linear(rows), rtol=1e-5, atol=1e-5)
+    assert torch.equal(form.weight_rows(None), linear.weight)
+    assert torch.equal(form.weight_rows(torch.tensor([4, 98])), linear.weight[[4, 98]])
+
+
+@pytest.mark.parametrize("native", [NativeInt8Linear, NativeFp32Linear])
+def test_products_with_what_is_around_them(native: Callable[[Linear], NativeLinear]) -> None:
     if "int8" not in POSSIBLE:
         pytest.skip("no C compiler here")
     torch.manual_seed(0)
-    form, norm = NativeLinear(linear_of(torch.randn(48, 96) * 0.1)), RMSNorm(96, 1e-5)
+    form, norm = native(linear_of(torch.randn(48, 96) * 0.1)), RMSNorm(96, 1e-5)
     norm.weight.data.normal_()
     x, total, gate_up = torch.randn(9, 96), torch.randn(9, 48), torch.randn(9, 192) * 4
     with torch.inference_mode():
@@ -123,10 +140,10 @@ def test_the_embedding_gives_rows_back() -> None:
     assert (found[0, 1] - table[49]).abs().max() <= table[49].abs().max() / 254 * 1.001
 
 
-@pytest.mark.parametrize("name", POSSIBLE)
+@pytest.mark.parametrize("name", EXACT)
 def test_a_trees_nodes_have_the_numbers_of_vanilla_steps(name: str) -> None:
     torch.manual_seed(0)
-    target, prompt = rounded_target(name), torch.randint(64, (1, 90))
+    target, prompt = target_in(name), torch.randint(64, (1, 90))
     parents = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7]
     sees = torch.zeros(len(parents), len(parents), dtype=torch.bool)
     for node in range(len(parents)):
@@ -154,10 +171,10 @@ def test_a_trees_nodes_have_the_numbers_of_vanilla_steps(name: str) -> None:
             torch.testing.assert_close(found[0, 0], of_tree[0, node], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", POSSIBLE)
+@pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8)], ids=["greedy", "sampled"])
 def test_every_method_says_what_vanilla_says(name: str, sampling: Sampling) -> None:
-    target = rounded_target(name)
+    target = target_in(name)
     engine = tiny_engine(target, tiny_draft(target, draft_vocab=32))
     prompts = [list(range(5, 45)), [9, 4] * 30, [3]]
     alone = [
@@ -225,7 +242,7 @@ def test_older_processors_get_the_same_bits_for_a_node(
     _load.cache_clear()
     try:
         assert code().lanes() == 8
-        for name in ("int8",):
+        for name in ("float32", "int8"):
             test_a_trees_nodes_have_the_numbers_of_vanilla_steps(name)
     finally:
         _load.cache_clear()

@@ -174,7 +174,7 @@ class _PlainDrafting(_Drafting):
             return native.read(x, stream, positions, entries, sees)
         run = PlainDraftPass(
             self.draft, ring, pages, target.attention, self.plan, target.rope(positions),
-            entries, level.start, sees, len(level), ops_of(self.draft.ffn.down),
+            entries, level.start, sees, len(level), ops_of(self.draft.ffn),
         )  # fmt: skip
         return self.draft.read(x, stream, run)
 

@@ -17,8 +17,9 @@ from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.draft_files import load_draft
 from longspec.models.files import read_config
 from longspec.models.int8 import pick_draft_form
-from longspec.models.layers import pack_linears, replace_linears
+from longspec.models.layers import replace_linears
 from longspec.models.load import load_target
+from longspec.models.native import pack_linears
 from longspec.models.placement import gigabytes, memory_explained, pick_dtype
 from longspec.models.sharding import Shard
 from longspec.models.target import Transformer

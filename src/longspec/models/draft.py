@@ -21,7 +21,6 @@ from longspec.models.layers import (
     Linear,
     LinearForm,
     Ops,
-    PackedLinear,
     Reader,
     RMSNorm,
     Rope,
@@ -30,6 +29,7 @@ from longspec.models.layers import (
     look_up,
     scores,
 )
+from longspec.models.native import packed
 from longspec.models.rope import rotate
 from longspec.models.sharding import SharedTable
 from longspec.models.target import Transformer
@@ -243,7 +243,7 @@ class DraftHead(nn.Module):
         if form is not None and form.supports(rows):
             self.rows = form(rows)
         elif vocab_ids is not None:
-            self.rows = PackedLinear(rows) if PackedLinear.supports(rows) else rows
+            self.rows = packed(rows)
 
     @cached_property
     def token_ids(self) -> Tensor:

@@ -74,7 +74,7 @@ class NativeDraftPass:
         """Whether the C code has products for this draft and attends with so many queries per row."""
         is_native = isinstance(attention, NativeAttention) and attention.covers(pages.keys, num_queries)
         layers = draft.config.layers_of(draft.target_config)
-        return is_native and ops_of(draft.ffn.down) is NATIVE and len(_cross_pages(pages, layers)) == 1
+        return is_native and ops_of(draft.ffn) is NATIVE and len(_cross_pages(pages, layers)) == 1
 
     def read(self, x: Tensor, stream: Tensor, positions: Tensor, entries: Tensor, sees: Tensor) -> Tensor:
         """Hidden states as `GlideDraft.read` describes them; may overwrite the stream. The keys and values of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from longspec.errors import UserError, check_known
 from longspec.models.eight_bit import EightBitForm, form_of
 from longspec.models.layers import CpuLinear, Linear, LinearForm
-from longspec.models.native import TINY, NativeLinear, has_native_products
+from longspec.models.native import TINY, NativeInt8Linear, has_native_products
 
 DRAFT_DTYPES = ("auto", "int8", "target")
 
@@ -83,7 +83,7 @@ def pick_draft_form(draft_dtype: str, draft: nn.Module, target: nn.Module) -> Li
         )
     if not possible or draft_dtype == "target":
         return None
-    return NativeLinear if has_native_products() else Int8Linear
+    return NativeInt8Linear if has_native_products() else Int8Linear
 
 
 def has_vnni() -> bool:

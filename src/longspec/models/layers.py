@@ -183,11 +183,6 @@ def replace_linears(module: nn.Module, form: LinearForm) -> None:
             replace_linears(child, form)
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Replace every `Linear` inside `module` by its packed form, if it can be packed."""
-    replace_linears(module, PackedLinear)
-
-
 # This many rows of a half-precision head are converted to fp32 at a time.
 _HEAD_ROWS = 16384
 

@@ -1,4 +1,4 @@
-"""Decoding on a CPU by our C code (`native/decode.c`): int8 products with all that is around them, and KV.
+"""Decoding on a CPU by our C code (`native/decode.c`): products with all that is around them, and KV.
 
 A token gets the same bits alone, as a node of a tree and beside other sequences.
 """
@@ -29,11 +29,13 @@ from longspec.models.layers import (
     FeedForward,
     Linear,
     Ops,
+    PackedLinear,
     PlainOps,
     Reader,
     RMSNorm,
     SelfAttention,
     Stream,
+    replace_linears,
 )
 from longspec.native.build import Layer, Matrix, Writing, code, library
 
@@ -57,14 +59,15 @@ class _Arena:
         self._rest = torch.empty(0, dtype=torch.int8)
 
     def keep(self, values: Tensor) -> Tensor:
-        """A copy of int8 values. A block is freed when nobody holds a part of it."""
+        """A copy of these values. A block is freed when nobody holds a part of it."""
+        num_bytes = values.numel() * values.element_size()
         with self._lock:
-            if values.numel() > self._rest.numel():
-                self._rest = self._fresh(max(values.numel(), self._BLOCK))
+            if num_bytes > self._rest.numel():
+                self._rest = self._fresh(max(num_bytes, self._BLOCK))
             # The next one starts at a line of the processor's cache.
-            size = min(-(-values.numel() // 64) * 64, self._rest.numel())
+            size = min(-(-num_bytes // 64) * 64, self._rest.numel())
             own, self._rest = self._rest[:size], self._rest[size:]
-        return own[: values.numel()].view(values.shape).copy_(values)
+        return own[:num_bytes].view(values.dtype).view(values.shape).copy_(values)
 
     def _fresh(self, num_bytes: int) -> Tensor:
         block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -77,42 +80,22 @@ _ARENA = _Arena()
 
 
 class NativeLinear(CpuLinear):
-    """A frozen `Linear` on the CPU: int8 weights with a scale per output, and rows in 16 bits or less.
-
-    A row is rounded by its own largest value, to as many steps as its sums of products leave room for in 32
-    bits: 11,008 for 1,536 inputs.
-    """
+    """A frozen `Linear` on the CPU whose product our C code computes, with what is around it."""
 
     weight: Tensor
-    scales: Tensor
+    """As the C code reads it."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, weight: Tensor, scales: Tensor | None, largest: int) -> None:
+        """`weight` and `scales` are laid out for `linear`; rounded rows have steps up to `largest`."""
         super().__init__()
-        plain = linear.weight.detach()
-        self.num_out, self.num_in = plain.shape
-        scales = plain.abs().amax(1).clamp(min=TINY) / 127
-        rounded = (plain / scales[:, None]).round_().to(torch.int8)
-        # Blocks of outputs, and of these, pairs of inputs: [outputs / lanes, inputs / 2, lanes, 2].
-        lanes = code().lanes()
-        missing = -self.num_out % lanes
-        padded = F.pad(rounded, (0, self.num_in % 2, 0, missing))
-        blocks = padded.unflatten(0, (-1, lanes)).unflatten(2, (-1, 2))
-        self.register_buffer("weight", _ARENA.keep(blocks.transpose(1, 2)))
-        self.register_buffer("scales", F.pad(scales, (0, missing)))
-        self.bias = None if linear.bias is None else F.pad(linear.bias.detach(), (0, missing))
-        self.matrix = Matrix(
-            self.weight.data_ptr(),
-            self.scales.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
-            self.num_in,
-            self.num_out,
-            min(2**15 - 1, _LARGEST_SUM // (127 * self.num_in)),
-        )
-
-    @staticmethod
-    def supports(linear: Linear) -> bool:
-        """Whether `linear` can have this form. Whether there is a compiler is checked before loading."""
-        return linear.weight.device.type == "cpu" and linear.weight.dtype == torch.float32
+        self.num_out, self.num_in = linear.weight.shape
+        self.register_buffer("weight", _ARENA.keep(weight))
+        self.register_buffer("scales", scales)
+        self.bias = None
+        if linear.bias is not None:
+            self.bias = F.pad(linear.bias.detach(), (0, -self.num_out % code().lanes()))
+        scales_at, bias_at = (None if one is None else one.data_ptr() for one in (scales, self.bias))
+        self.matrix = Matrix(self.weight.data_ptr(), scales_at, bias_at, self.num_in, self.num_out, largest)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias."""
@@ -132,10 +115,7 @@ class NativeLinear(CpuLinear):
 
     def weight_rows(self, ids: Tensor | None) -> Tensor:
         """Rows of the weight as they are used, in fp32; all of them for None."""
-        plain = self.weight.transpose(1, 2).flatten(2).flatten(0, 1)[: self.num_out, : self.num_in]
-        if ids is None:
-            return plain * self.scales[: self.num_out, None]
-        return plain[ids] * self.scales[ids, None]
+        raise NotImplementedError
 
     def _multiply(
         self, form: int, x: Tensor, norm: RMSNorm | None = None, total: Tensor | None = None
@@ -147,6 +127,72 @@ class NativeLinear(CpuLinear):
         rows = out.numel() // self.num_out
         code().product(self.matrix, form, x.data_ptr(), weight, eps, rows, adds, out.data_ptr(), threads)
         return out
+
+
+class NativeInt8Linear(NativeLinear):
+    """int8 weights with a scale per output, and rows in 16 bits or less.
+
+    A row is rounded by its own largest value, to as many steps as its sums of products leave room for in 32
+    bits: 11,008 for 1,536 inputs.
+    """
+
+    scales: Tensor
+
+    def __init__(self, linear: Linear) -> None:
+        plain = linear.weight.detach()
+        scales = plain.abs().amax(1).clamp(min=TINY) / 127
+        rounded = (plain / scales[:, None]).round_().to(torch.int8)
+        # Blocks of outputs, and of these, pairs of inputs: [outputs / lanes, inputs / 2, lanes, 2].
+        lanes, (num_out, num_in) = code().lanes(), plain.shape
+        padded = F.pad(rounded, (0, num_in % 2, 0, -num_out % lanes))
+        blocks = padded.unflatten(0, (-1, lanes)).unflatten(2, (-1, 2))
+        largest = min(2**15 - 1, _LARGEST_SUM // (127 * num_in))
+        super().__init__(linear, blocks.transpose(1, 2), F.pad(scales, (0, -num_out % lanes)), largest)
+
+    @staticmethod
+    def supports(linear: Linear) -> bool:
+        """Whether `linear` can have this form. Whether there is a compiler is checked before loading."""
+        return linear.weight.device.type == "cpu" and linear.weight.dtype == torch.float32
+
+    def weight_rows(self, ids: Tensor | None) -> Tensor:
+        plain = self.weight.transpose(1, 2).flatten(2).flatten(0, 1)[: self.num_out, : self.num_in]
+        if ids is None:
+            return plain * self.scales[: self.num_out, None]
+        return plain[ids] * self.scales[ids, None]
+
+
+class NativeFp32Linear(NativeLinear):
+    """fp32 weights. Up to 8 rows cost what one costs: the time to read the weights."""
+
+    def __init__(self, linear: Linear) -> None:
+        # Blocks of outputs: [outputs / lanes, inputs, lanes].
+        lanes, plain = code().lanes(), linear.weight.detach()
+        blocks = F.pad(plain, (0, 0, 0, -len(plain) % lanes)).unflatten(0, (-1, lanes))
+        super().__init__(linear, blocks.transpose(1, 2), None, 0)
+
+    @staticmethod
+    def supports(linear: Linear) -> bool:
+        """Whether `linear` can have this form on this machine."""
+        return NativeInt8Linear.supports(linear) and has_native_products()
+
+    def weight_rows(self, ids: Tensor | None) -> Tensor:
+        plain = self.weight.transpose(1, 2).flatten(0, 1)[: self.num_out]
+        return plain if ids is None else plain[ids]
+
+
+_FP32_FORMS = (NativeFp32Linear, PackedLinear)
+
+
+def packed(linear: Linear) -> nn.Module:
+    """The fastest form of the same weights that there is for few rows."""
+    form = next((form for form in _FP32_FORMS if form.supports(linear)), None)
+    return linear if form is None else form(linear)
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Replace every `Linear` inside `module` by its packed form."""
+    for form in _FP32_FORMS:
+        replace_linears(module, form)
 
 
 def has_native_products() -> bool:
@@ -175,9 +221,10 @@ def native(linear: nn.Module) -> NativeLinear:
 NATIVE = NativeOps()
 
 
-def ops_of(linear: nn.Module) -> Ops:
-    """What goes with linears like this one."""
-    return NATIVE if isinstance(linear, NativeLinear) else PLAIN
+def ops_of(ffn: FeedForward) -> Ops:
+    """What goes with the linears of a model that has this feed-forward."""
+    # By `down`, because a rank's part of it is summed over ranks, which our C code does not do.
+    return NATIVE if isinstance(ffn.get_submodule("down"), NativeLinear) else PLAIN
 
 
 @dataclass(frozen=True)
@@ -192,7 +239,7 @@ class NativePass(BlockByBlock):
     kept: tuple[Tensor, ...]
     """What `writing` points to."""
     layers: Array[Layer] | None
-    """All of the target, if all of it is int8."""
+    """All of the target, if the C code has all of it."""
     ops: Ops
 
     @classmethod
@@ -206,7 +253,7 @@ class NativePass(BlockByBlock):
         end: AttentionPlan | None,
     ) -> NativePass | None:
         """A pass as `paged_pass` describes it; None where this cannot do it."""
-        attention, first = target.attention, target.first_attention
+        attention, first = target.attention, target.first_block.attention
         if not isinstance(attention, NativeAttention) or not attention.covers(pages.keys, positions.shape[1]):
             return None
         # In training a norm may be empty, or torch's own kind of share.
@@ -226,7 +273,7 @@ class NativePass(BlockByBlock):
             angles=kept[2].data_ptr(),
             num_angles=kept[2].shape[1],
         )
-        ops = ops_of(first.qkv)
+        ops = ops_of(target.first_block.ffn)
         layers = _layers(target) if ops is NATIVE else None
         return cls(pages, attention, plan, end, writing, kept, layers, ops)
 

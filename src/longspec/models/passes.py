@@ -88,7 +88,7 @@ def paged_pass(
         native = NativePass.over(target, pages, positions, places, plan, end)
         if native is not None:
             return native
-        ops = ops_of(target.first_attention.qkv)
+        ops = ops_of(target.first_block.ffn)
         cos, sin = target.rope(positions)
         if pages.keys.dtype == torch.float64:  # once for all layers
             cos, sin = cos.double(), sin.double()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from longspec.attention import Attention, choose_backend
 from longspec.config import ModelConfig
-from longspec.models.layers import Block, ForwardPass, Linear, RMSNorm, SelfAttention, Table, scores
+from longspec.models.layers import Block, ForwardPass, Linear, RMSNorm, Table, scores
 from longspec.models.rope import RopeTable
 from longspec.models.sharding import Shard, SharedTable
 from longspec.models.weights import Precision
@@ -71,11 +71,11 @@ class Transformer(nn.Module):
         return self.config if self.shard is None else self.shard.whole
 
     @property
-    def first_attention(self) -> SelfAttention:
-        """Of the first layer; the others are like it."""
+    def first_block(self) -> Block:
+        """The others are like it."""
         block = self.blocks[0]
         assert isinstance(block, Block)
-        return block.attention
+        return block
 
     @property
     def can_fuse(self) -> bool:

@@ -14,8 +14,8 @@ from longspec.attention.base import copies_whole
 from longspec.config import ModelConfig, Quantisation
 from longspec.errors import UserError, check_known
 from longspec.models.eight_bit import KINDS, EightBitForm
-from longspec.models.layers import LinearForm, PackedLinear, replace_linears
-from longspec.models.native import NativeLinear, has_native_products
+from longspec.models.layers import LinearForm, replace_linears
+from longspec.models.native import NativeInt8Linear, has_native_products, pack_linears
 from longspec.models.quantised import (
     Bf16Linear,
     Fp16Linear,
@@ -61,9 +61,11 @@ ROUNDINGS = {
         Bf16Linear, Bf16Linear, partial(HalfTable, dtype=torch.bfloat16), 2, 2, has_bf16_products
     ),
     # Our C code attends with int8, in an order that depends on the text alone.
-    "int8": Rounding(NativeLinear, NativeLinear, Int8Table, 1, 1, has_native_products, False, _needs_code),
+    "int8": Rounding(
+        NativeInt8Linear, NativeInt8Linear, Int8Table, 1, 1, has_native_products, False, _needs_code
+    ),
     # An int4 head or embedding would cost more words than it saves bytes.
-    "int4": Rounding(Int4Linear, NativeLinear, Int8Table, 0.625, 1, has_int4_products, needs=_needs_code),
+    "int4": Rounding(Int4Linear, NativeInt8Linear, Int8Table, 0.625, 1, has_int4_products, needs=_needs_code),
 }
 # On a GPU, by our kernels. The embedding stays as it is: a step reads only a few of its rows.
 GPU_ROUNDINGS = {
@@ -197,5 +199,7 @@ def _check_capability(
 
 def pack(module: nn.Module, precision: Precision) -> None:
     """Bring every `Linear` below `module` into the form that decoding wants."""
-    form = PackedLinear if precision.rounding is None else precision.rounding.matrix
-    replace_linears(module, form)
+    if precision.rounding is None:
+        pack_linears(module)
+    else:
+        replace_linears(module, precision.rounding.matrix)

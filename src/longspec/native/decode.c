@@ -1,4 +1,4 @@
-/* The products and the attention of decoding on a CPU, for weights in int8 and keys and values in fp32.
+/* The products and the attention of decoding on a CPU, for weights in int8 or fp32 and keys and values in fp32.
 
    What is computed for a token depends on that token and on what it sees, never on what is computed beside
    it: integer sums have no order, all else is summed per token in a fixed order. So a node of a tree gets the
@@ -17,7 +17,7 @@
 #if defined(__AVX512BW__)
 enum { LANES = 16, ROWS = 8 };
 #else
-enum { LANES = 8, ROWS = 2 };
+enum { LANES = 8, ROWS = 4 };
 #endif
 enum { QUERIES = 4, KEYS = 64, MOST_DIM = 256 };
 
@@ -26,11 +26,11 @@ typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef int32_t Sums __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int16_t Pairs __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 
-/* A matrix [num_out, num_in]. `weight` is padded to [outputs / LANES, inputs / 2, LANES, 2], `scales` and `bias`
-   to as many outputs. */
+/* A matrix [num_out, num_in]. In int8, `weight` is padded to [outputs / LANES, inputs / 2, LANES, 2], `scales` and
+   `bias` to as many outputs. In fp32, it is padded to [outputs / LANES, inputs, LANES], and there are no scales. */
 typedef struct {
-    const int8_t *weight;
-    const float *scales;
+    const void *weight;
+    const float *scales; /* or NULL */
     const float *bias; /* or NULL */
     int64_t num_in, num_out, largest;
 } Matrix;
@@ -147,70 +147,14 @@ static float round_row(const float *x, int64_t n, int64_t largest, int16_t *roun
     return peak / largest;
 }
 
-static float prepare(int form, const float *x, const float *norm, float eps, const Matrix *matrix, int16_t *out) {
-    int64_t n = matrix->num_in;
-    if (form == PLAIN) return round_row(x, n, matrix->largest, out);
-    float *changed = malloc(n * sizeof *changed);
-    if (form == NORM)
-        normalise(x, norm, eps, n, changed);
+/* What a product reads: x, its norm, or the gated half of it. */
+static void change(int form, const float *x, const float *norm, float eps, int64_t n, float *out) {
+    if (form == PLAIN)
+        memcpy(out, x, n * sizeof *out);
+    else if (form == NORM)
+        normalise(x, norm, eps, n, out);
     else
-        for (int64_t i = 0; i < n; i++) changed[i] = x[i] / (1.0f + exponential(-x[i])) * x[n + i];
-    float unit = round_row(changed, n, matrix->largest, out);
-    free(changed);
-    return unit;
-}
-
-/* Two blocks of LANES outputs, or one, of `count` rows from `row` on. */
-static inline __attribute__((always_inline)) void outputs(const Matrix *matrix, int64_t block, const int blocks,
-                                                          const int16_t *rows, const float *units, int64_t row,
-                                                          const int count, int adds, float *out) {
-    int64_t pairs = (matrix->num_in + 1) / 2, m = matrix->num_out;
-    const int8_t *weight = matrix->weight + block * pairs * 2 * LANES;
-    Sums sums[ROWS][2] = {{{0}}};
-    for (int64_t i = 0; i < pairs; i++) {
-        Pairs one = widened(weight + i * 2 * LANES);
-        Pairs two = blocks == 2 ? widened(weight + (pairs + i) * 2 * LANES) : one;
-#pragma GCC unroll 8
-        for (int r = 0; r < count; r++) {
-            Pairs x = repeated(rows + ((row + r) * pairs + i) * 2);
-            sums[r][0] = add_products(sums[r][0], one, x);
-            if (blocks == 2) sums[r][1] = add_products(sums[r][1], two, x);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < count; r++)
-        for (int b = 0; b < blocks; b++) {
-            int64_t first = (block + b) * LANES, left = m - first < LANES ? m - first : LANES;
-            float *place = out + (row + r) * m + first;
-            Vector value = __builtin_convertvector(sums[r][b], Vector);
-            value *= *(const Vector *)(matrix->scales + first) * units[row + r];
-            if (matrix->bias) value += *(const Vector *)(matrix->bias + first);
-            if (left == LANES && adds)
-                *(Vector *)place += value;
-            else if (left == LANES)
-                *(Vector *)place = value;
-            else
-                for (int64_t o = 0; o < left; o++) place[o] = adds ? place[o] + value[o] : value[o];
-        }
-}
-
-/* All rows of one or two blocks. */
-static inline __attribute__((always_inline)) void columns(const Matrix *matrix, int64_t block, const int blocks,
-                                                          const int16_t *rows, const float *units, int64_t num_rows,
-                                                          int adds, float *out) {
-    int64_t row = 0;
-    for (; row + ROWS <= num_rows; row += ROWS) outputs(matrix, block, blocks, rows, units, row, ROWS, adds, out);
-    switch (num_rows - row) {
-#if defined(__AVX512BW__)
-    case 7: outputs(matrix, block, blocks, rows, units, row, 7, adds, out); break;
-    case 6: outputs(matrix, block, blocks, rows, units, row, 6, adds, out); break;
-    case 5: outputs(matrix, block, blocks, rows, units, row, 5, adds, out); break;
-    case 4: outputs(matrix, block, blocks, rows, units, row, 4, adds, out); break;
-    case 3: outputs(matrix, block, blocks, rows, units, row, 3, adds, out); break;
-    case 2: outputs(matrix, block, blocks, rows, units, row, 2, adds, out); break;
-#endif
-    case 1: outputs(matrix, block, blocks, rows, units, row, 1, adds, out); break;
-    }
+        for (int64_t i = 0; i < n; i++) out[i] = x[i] / (1.0f + exponential(-x[i])) * x[n + i];
 }
 
 /* A product, cut into items of the same number of pairs of blocks. */
@@ -220,17 +164,104 @@ typedef struct {
     const float *x, *norm;
     float eps;
     int64_t num_rows, pairs_per_item;
-    int16_t *rows;
-    float *units, *out;
+    int16_t *rounded; /* the rows for int8, */
+    float *units;     /* their units, */
+    float *changed;   /* and the rows for fp32 */
+    float *out;
 } Product;
+
+/* Put sums, or add them, to LANES outputs of a row; the last block of a matrix may have fewer. */
+static inline __attribute__((always_inline)) void put(const Product *one, int64_t row, int64_t block, Vector value) {
+    int64_t first = block * LANES, m = one->matrix->num_out, left = m - first < LANES ? m - first : LANES;
+    float *place = one->out + row * m + first;
+    if (one->matrix->bias) value += *(const Vector *)(one->matrix->bias + first);
+    if (left == LANES && one->adds)
+        *(Vector *)place += value;
+    else if (left == LANES)
+        *(Vector *)place = value;
+    else
+        for (int64_t o = 0; o < left; o++) place[o] = one->adds ? place[o] + value[o] : value[o];
+}
+
+/* Two blocks of LANES outputs, or one, of `count` rows from `row` on. */
+static inline __attribute__((always_inline)) void int8_outputs(const Product *one, int64_t block, const int blocks,
+                                                               int64_t row, const int count) {
+    int64_t pairs = (one->matrix->num_in + 1) / 2;
+    const int8_t *weight = (const int8_t *)one->matrix->weight + block * pairs * 2 * LANES;
+    Sums sums[ROWS][2] = {{{0}}};
+    for (int64_t i = 0; i < pairs; i++) {
+        Pairs first = widened(weight + i * 2 * LANES);
+        Pairs second = blocks == 2 ? widened(weight + (pairs + i) * 2 * LANES) : first;
+#pragma GCC unroll 8
+        for (int r = 0; r < count; r++) {
+            Pairs x = repeated(one->rounded + ((row + r) * pairs + i) * 2);
+            sums[r][0] = add_products(sums[r][0], first, x);
+            if (blocks == 2) sums[r][1] = add_products(sums[r][1], second, x);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++)
+        for (int b = 0; b < blocks; b++) {
+            Vector scales = *(const Vector *)(one->matrix->scales + (block + b) * LANES);
+            put(one, row + r, block + b, __builtin_convertvector(sums[r][b], Vector) * (scales * one->units[row + r]));
+        }
+}
+
+/* The same in fp32: inputs are added one after the other. */
+static inline __attribute__((always_inline)) void fp32_outputs(const Product *one, int64_t block, const int blocks,
+                                                               int64_t row, const int count) {
+    int64_t n = one->matrix->num_in;
+    const float *weight = (const float *)one->matrix->weight + block * n * LANES, *x = one->changed + row * n;
+    Vector sums[ROWS][2] = {{{0}}};
+    for (int64_t i = 0; i < n; i++) {
+        Vector first = *(const Vector *)(weight + i * LANES);
+        Vector second = blocks == 2 ? *(const Vector *)(weight + (n + i) * LANES) : first;
+#pragma GCC unroll 8
+        for (int r = 0; r < count; r++) {
+            sums[r][0] = add_scaled(sums[r][0], x[r * n + i], first);
+            if (blocks == 2) sums[r][1] = add_scaled(sums[r][1], x[r * n + i], second);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++)
+        for (int b = 0; b < blocks; b++) put(one, row + r, block + b, sums[r][b]);
+}
+
+static inline __attribute__((always_inline)) void outputs(const Product *one, int64_t block, const int blocks,
+                                                          int64_t row, const int count) {
+    if (one->matrix->scales)
+        int8_outputs(one, block, blocks, row, count);
+    else
+        fp32_outputs(one, block, blocks, row, count);
+}
+
+/* All rows of one or two blocks. */
+static inline __attribute__((always_inline)) void columns(const Product *one, int64_t block, const int blocks) {
+    int64_t row = 0;
+    for (; row + ROWS <= one->num_rows; row += ROWS) outputs(one, block, blocks, row, ROWS);
+    switch (one->num_rows - row) {
+#if defined(__AVX512BW__)
+    case 7: outputs(one, block, blocks, row, 7); break;
+    case 6: outputs(one, block, blocks, row, 6); break;
+    case 5: outputs(one, block, blocks, row, 5); break;
+    case 4: outputs(one, block, blocks, row, 4); break;
+#endif
+    case 3: outputs(one, block, blocks, row, 3); break;
+    case 2: outputs(one, block, blocks, row, 2); break;
+    case 1: outputs(one, block, blocks, row, 1); break;
+    }
+}
 
 static void prepare_row(const void *job, int64_t row) {
     const Product *one = job;
     int64_t n = one->matrix->num_in, even = (n + 1) / 2 * 2;
-    int16_t *rounded = one->rows + row * even;
+    const float *x = one->x + row * (one->form == GATED ? 2 * n : n);
+    float *changed = one->changed + row * n;
+    change(one->form, x, one->norm, one->eps, n, changed);
+    if (!one->matrix->scales) return;
+    int16_t *rounded = one->rounded + row * even;
     rounded[even - 1] = 0;
-    one->units[row] = prepare(one->form, one->x + row * (one->form == GATED ? 2 * n : n), one->norm, one->eps,
-                              one->matrix, rounded);
+    one->units[row] = round_row(changed, n, one->matrix->largest, rounded);
 }
 
 static void multiply(const void *job, int64_t item) {
@@ -238,9 +269,9 @@ static void multiply(const void *job, int64_t item) {
     int64_t blocks = (one->matrix->num_out + LANES - 1) / LANES, last = (item + 1) * one->pairs_per_item * 2;
     for (int64_t block = item * one->pairs_per_item * 2; block < last && block < blocks; block += 2)
         if (block + 1 < blocks)
-            columns(one->matrix, block, 2, one->rows, one->units, one->num_rows, one->adds, one->out);
+            columns(one, block, 2);
         else
-            columns(one->matrix, block, 1, one->rows, one->units, one->num_rows, one->adds, one->out);
+            columns(one, block, 1);
 }
 
 /* out [rows, num_out] becomes, or grows by, the product of x [rows, num_in], or of gate and up
@@ -248,14 +279,15 @@ static void multiply(const void *job, int64_t item) {
 void product(const Matrix *matrix, int form, const float *x, const float *norm, float eps, int64_t num_rows,
              int adds, float *out, int threads) {
     int64_t pairs = (matrix->num_out + 2 * LANES - 1) / (2 * LANES), items = pairs < 8 * threads ? pairs : 8 * threads;
-    int64_t per_item = (pairs + items - 1) / items;
-    int16_t *rows = malloc(num_rows * ((matrix->num_in + 1) / 2 * 2) * sizeof *rows);
-    float *units = malloc(num_rows * sizeof *units);
-    Product job = {matrix, form, adds, x, norm, eps, num_rows, per_item, rows, units, out};
+    int64_t per_item = (pairs + items - 1) / items, n = matrix->num_in;
+    float *changed = malloc(num_rows * n * sizeof *changed), *units = malloc(num_rows * sizeof *units);
+    int16_t *rounded = matrix->scales ? malloc(num_rows * (n + 1) * sizeof *rounded) : NULL;
+    Product job = {matrix, form, adds, x, norm, eps, num_rows, per_item, rounded, units, changed, out};
     share(prepare_row, &job, num_rows, num_rows < 8 ? 1 : threads);
     share(multiply, &job, (pairs + per_item - 1) / per_item, threads);
+    free(rounded);
     free(units);
-    free(rows);
+    free(changed);
 }
 
 /* Rotate a head in place, after its norm if there is one. */

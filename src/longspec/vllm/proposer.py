@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.models.families import config_from_hf
-from longspec.models.layers import pack_linears
+from longspec.models.native import pack_linears
 from longspec.models.rope import RopeTable
 from longspec.vllm.captured import CapturedChains, Work
 from longspec.vllm.chain import CrossAttention, Parts, Roots, draft_chain

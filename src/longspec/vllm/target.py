@@ -13,7 +13,8 @@ from longspec.config import ModelConfig
 from longspec.models.draft import GlideDraft
 from longspec.models.draft_files import Fingerprint, load_draft_for
 from longspec.models.families import FAMILIES
-from longspec.models.layers import Linear, PackedLinear, scores
+from longspec.models.layers import Linear, scores
+from longspec.models.native import packed
 from longspec.models.target import Transformer
 
 
@@ -63,7 +64,7 @@ def choose_with(target: ServedTarget, vocab_ids: Tensor | None) -> Choose:
         return lambda hidden: vocab_ids[target.compute_logits(hidden)[:, vocab_ids].argmax(-1)]
     rows = Linear(plain.shape[1], len(vocab_ids))
     rows.weight = nn.Parameter(plain, requires_grad=False)
-    head = PackedLinear(rows) if PackedLinear.supports(rows) else rows
+    head = packed(rows)
     return lambda hidden: vocab_ids[scores(head, hidden).argmax(-1)]
 
 

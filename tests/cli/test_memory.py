@@ -99,8 +99,8 @@ def test_what_does_not_fit_is_said(tiny_folder: Path, capsys: pytest.CaptureFixt
 
 def test_running_out_of_memory_says_what_to_shrink(smollm2_folder: Path, tiny_folder: Path) -> None:
     """Too little for the file, for the weights, and for the pages of KV beside the weights."""
-    flags = "generate --device cpu --dtype float32 --method vanilla --draft none Hi"
-    program = [sys.executable, "-c", LIMITED, str(tiny_folder), "150,700,1300", *flags.split()]
+    flags = "generate --device cpu --dtype float32 --method vanilla --draft none --max-rows 16 Hi"
+    program = [sys.executable, "-c", LIMITED, str(tiny_folder), "150,700,2500", *flags.split()]
     result = subprocess.run(
         program, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )

@@ -29,6 +29,7 @@ from longspec.kernels.launch import compile_for
 from longspec.kernels.linear import Tile, few_rows
 from longspec.kernels.norm import Residual
 from longspec.kernels.planes import PlaneTile
+from longspec.kernels.products import few_tile_rows
 from longspec.models.eight_bit import KINDS
 
 _CACHE = 2**28  # bytes of different weights in a chain, several times those of a cache
@@ -110,9 +111,9 @@ def candidates(product: Product, kind: torch.dtype, num_rows: int) -> list[Candi
 
 
 def plane_tiles(product: Product, num_rows: int) -> list[PlaneTile]:
-    """What to try for a product of planes: each tile with 8 cache lines fetched early, the first two with
-    more."""
-    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    """The tiles to try for a product of planes. All fetch 8 cache lines early, and the first two are also
+    tried with 16 and 32."""
+    rows = few_tile_rows(num_rows)
     narrow = NARROW_PLANES + (SMALL_PLANES if product.num_in * product.num_out <= 1 << 22 else ())
     sizes = GATED_PLANES if product.gated else WIDE_PLANES if product.name == "head" else narrow
     found = [PlaneTile(rows, *size) for size in sizes]

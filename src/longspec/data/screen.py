@@ -47,7 +47,7 @@ def is_looping(tokens: NDArray[np.int64]) -> bool:
 
 
 def _find_loop(tokens: NDArray[np.int64], least_repeated: int) -> tuple[int, int] | None:
-    """Where a text begins to repeat itself up to its end, and the period."""
+    """The start and the period of a loop that goes on to the end of the text; None if there is none."""
     size = len(tokens)
     if size <= least_repeated:
         return None

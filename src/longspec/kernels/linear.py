@@ -24,20 +24,20 @@ from longspec.kernels.products import (
     LINE,
     count_lines,
     count_shares,
+    few_tile_rows,
     is_small,
     room_for_shares,
     row_kernel,
     rows_kernel,
     split_kernel,
 )
-from longspec.kernels.tiling import copies_tiles, gpu_size, precision
+from longspec.kernels.tiling import can_copy_rows, copies_tiles, gpu_size, precision
 from longspec.kernels.widen import convert
 
 # The longest row that fits in one tile.
 _LONGEST = 4096
 # The most rows that our kernels multiply with weights of 8 bits.
 _MOST_ROWS_OF_BYTES = 256
-_WHOLE = 16  # the hardware copies tiles only if the bytes of a row are a multiple of this
 
 
 def few_rows(
@@ -158,7 +158,7 @@ def _several_rows(
         )  # fmt: skip
         return out, ahead
     x_box, weight_box = value, weight
-    if boxes := tile.boxes and num_in * weight.itemsize % _WHOLE == 0:
+    if boxes := tile.boxes and can_copy_rows(weight):
         x_box = TensorDescriptor.from_tensor(value.view(num_rows, num_in), [tile.num_rows, tile.depth])
         weight_box = TensorDescriptor.from_tensor(weight, [tile.num_cols, tile.depth])
     assert num_shares == 1 or squares is None, "each program would see the squares of its share only"
@@ -208,7 +208,7 @@ def _tile_rows(num_rows: int, weight: Tensor, exact: bool) -> tuple[int, int]:
     it."""
     if exact and not weight.is_cuda:
         num_rows = MOST_ROWS
-    return num_rows, 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    return num_rows, few_tile_rows(num_rows)
 
 
 def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
@@ -242,8 +242,11 @@ def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
 
 
 def _filling_tile(num_rows: int, weight: Tensor, gated: bool) -> Tile:
-    """The tile for many rows: the largest one that keeps half of the multiprocessors busy, or all of them if
-    they have much to hold."""
+    """The tile for many rows: the largest one of which there are enough for the GPU.
+
+    Tiles of 128 x 128 must be enough for all multiprocessors, and twice as many if they also compute a gate.
+    Of smaller tiles, enough for half of the multiprocessors was the fastest choice on an H200.
+    """
     sms, _ = gpu_size(weight.device)
     num_cols = weight.shape[0] // (2 if gated else 1)
     boxes = copies_tiles(weight.device)

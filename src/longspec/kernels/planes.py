@@ -25,17 +25,18 @@ from longspec.kernels.products import (
     begin,
     count_lines,
     count_shares,
+    few_tile_rows,
     finish,
     is_small,
     load_tile,
     room_for_shares,
     sum_shares,
 )
-from longspec.kernels.tiling import copies_tiles, gpu_size
+from longspec.kernels.tiling import can_copy_rows, copies_tiles, gpu_size
 
-# The largest number of a rounded row, 256 * 127, and the least that counts as a row's largest value.
+# A row is rounded to integers from -32,512 to 32,512 (256 * 127). A row of zeros has no largest value to
+# divide by, so the divisor is never below `_TINY`.
 _LARGEST, _TINY = tl.constexpr(32512.0), tl.constexpr(1e-30)
-_WHOLE = 16  # the hardware copies tiles only if the bytes of a row are a multiple of this
 
 
 class Planes(NamedTuple):
@@ -234,7 +235,7 @@ def multiply_planes(
     assert num_shares == 1 or not gated, "a gate needs the sums of all shares"
     grid = (triton.cdiv(num_out, tile.num_cols), triton.cdiv(num_rows, tile.num_rows), num_shares)
     planes_box, weight_box = planes.values, weight
-    if boxes := copies_tiles(weight.device) and num_in % _WHOLE == 0:
+    if boxes := copies_tiles(weight.device) and can_copy_rows(weight):
         planes_box = TensorDescriptor.from_tensor(planes.values, [2 * tile.num_rows, tile.depth])
         weight_box = TensorDescriptor.from_tensor(weight, [tile.num_cols, tile.depth])
     planes_product_kernel[grid](
@@ -250,10 +251,10 @@ def multiply_planes(
 
 
 def tile_of_planes(num_rows: int, weight: Tensor, gated: bool) -> PlaneTile:
-    """The tile that was fastest for 64 rows on an H200, reduced to what the GPU can hold. Fewer rows have
-    similar ones."""
+    """The fastest tile for 64 rows on an H200, with fewer stages if the GPU cannot hold them. Tiles for fewer
+    rows are like it, and were not timed."""
     sms, shared = gpu_size(weight.device)
-    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    rows = few_tile_rows(num_rows)
     if num_rows > MOST_ROWS:
         tile = PlaneTile(64, 128, 128, 4, 8)
     elif is_small(weight):

@@ -34,10 +34,15 @@ def is_small(weight: Tensor) -> bool:
     return weight.numel() <= _SMALL
 
 
-def count_lines(weight: Tensor, least: int = 8) -> int:
-    """How many cache lines of each column are fetched early: all of them for a small matrix."""
+def few_tile_rows(num_rows: int) -> int:
+    """The rows of a tile for at most 64 rows."""
+    return 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+
+
+def count_lines(weight: Tensor) -> int:
+    """How many cache lines of each column are fetched early: all of a small matrix, 8 of a large one."""
     every = triton.next_power_of_2(triton.cdiv(weight.shape[1] * weight.itemsize, LINE))
-    return every if is_small(weight) else least
+    return every if is_small(weight) else 8
 
 
 @triton.jit
@@ -289,7 +294,7 @@ def room_for_shares(grid: tuple[int, int, int], size: int, out: Tensor, dtype: t
 
 @cache
 def zero_counters(device: torch.device) -> Tensor:
-    """How many shares of each tile are done, for the kernel that runs; it leaves them at 0."""
+    """A counter for each tile: how many of its shares are done. Each kernel sets its counters back to 0."""
     return torch.zeros(1024, dtype=torch.int32, device=device)
 
 

@@ -106,6 +106,11 @@ def copies_tiles(device: torch.device) -> bool:
     return device.type != "cuda" or is_hopper(device)
 
 
+def can_copy_rows(matrix: torch.Tensor) -> bool:
+    """Whether descriptors can describe this matrix: the bytes of a row must be a multiple of 16."""
+    return matrix.shape[1] * matrix.itemsize % 16 == 0
+
+
 def precision(dtype: torch.dtype) -> str:
     """The `input_precision` of `tl.dot`."""
     # For fp32 the default would be TF32, which keeps only ten bits.

@@ -77,9 +77,11 @@ class NativeDraftPass:
         return is_native and ops_of(draft.ffn) is NATIVE and len(_cross_pages(pages, layers)) == 1
 
     def read(self, x: Tensor, stream: Tensor, positions: Tensor, entries: Tensor, sees: Tensor) -> Tensor:
-        """Hidden states as `GlideDraft.read` describes them; may overwrite the stream. The keys and values of
-        all tokens, which are at `positions` [B, T], go to `entries` [B, T] of the ring. `sees` is as in
-        `PlainDraftPass`."""
+        """Hidden states, as `GlideDraft.read` describes them. They may be written over `stream`.
+
+        The tokens are at `positions` [B, T], and their keys and values go to `entries` [B, T] of the ring.
+        `sees` is as in `PlainDraftPass`.
+        """
         draft, ring, (B, n, _), x = self._draft, self._ring, stream.shape, x.contiguous()
         stream, positions = stream.contiguous(), positions.contiguous()
         asked = positions[:, :n].contiguous()

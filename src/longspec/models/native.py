@@ -142,7 +142,8 @@ class NativeInt8Linear(NativeLinear):
         plain = linear.weight.detach()
         scales = plain.abs().amax(1).clamp(min=TINY) / 127
         rounded = (plain / scales[:, None]).round_().to(torch.int8)
-        # Blocks of outputs, and of these, pairs of inputs: [outputs / lanes, inputs / 2, lanes, 2].
+        # As the C code reads them: [outputs / lanes, inputs / 2, lanes, 2]. A register holds a pair of inputs
+        # of each of `lanes` outputs.
         lanes, (num_out, num_in) = code().lanes(), plain.shape
         padded = F.pad(rounded, (0, num_in % 2, 0, -num_out % lanes))
         blocks = padded.unflatten(0, (-1, lanes)).unflatten(2, (-1, 2))
@@ -190,7 +191,7 @@ def packed(linear: Linear) -> nn.Module:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replace every `Linear` inside `module` by its packed form."""
+    """Replace every `Linear` inside `module` by the form that `packed` would choose."""
     for form in _FP32_FORMS:
         replace_linears(module, form)
 

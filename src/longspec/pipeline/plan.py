@@ -36,8 +36,8 @@ _PLANNED = 0.85
 # The assumed size of the draft's vocabulary; the data decide the real one.
 _VOCABULARY = 32768
 _ROWS = {"cuda": 1024, "cpu": 32}
-# A kill costs a shard, so a dataset has several. But few rows write the last answers of a shard, and a step
-# of few rows takes a GPU nearly as long as one of many: so there a shard has several answers for each row.
+# A kill loses the shard that is being written, so a dataset has several shards. On a GPU a shard has several
+# answers for each row, because most rows are empty while the last answers of a shard are written.
 _SHARDS, _ANSWERS_PER_ROW = 8, {"cuda": 8, "cpu": 0}
 _LEAST_SHARD, _MOST_SHARD, _SAMPLES_PER_SEQUENCE = 16, 8192, 4
 # Bytes on disk for each written token: its id, its role, and the texts beside them.
@@ -74,6 +74,7 @@ class WrittenPlan:
     given_tokens: int
     """How many tokens of a document are given to be continued."""
     shard_samples: int
+    """How many samples a shard has."""
     seconds: float
 
 

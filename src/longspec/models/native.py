@@ -28,6 +28,7 @@ from longspec.models.layers import (
     CpuLinear,
     FeedForward,
     Linear,
+    LinearForm,
     Ops,
     PackedLinear,
     PlainOps,
@@ -44,8 +45,9 @@ if TYPE_CHECKING:
 
 TINY = torch.finfo(torch.float32).tiny
 _LARGEST_SUM = 2**31 - 1
-# What a product does with its input first, as in decode.c.
+# As in decode.c: what a product does with its input first, and what weights are kept in.
 _PLAIN, _NORM, _GATED = range(3)
+_KEPT_IN = (torch.int8, torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Arena:
@@ -85,7 +87,9 @@ class NativeLinear(CpuLinear):
     weight: Tensor
     """As the C code reads it."""
 
-    def __init__(self, linear: Linear, weight: Tensor, scales: Tensor | None, largest: int) -> None:
+    def __init__(
+        self, linear: Linear, weight: Tensor, scales: Tensor | None = None, largest: int = 0
+    ) -> None:
         """`weight` and `scales` are laid out for `linear`; rounded rows have steps up to `largest`."""
         super().__init__()
         self.num_out, self.num_in = linear.weight.shape
@@ -95,7 +99,8 @@ class NativeLinear(CpuLinear):
         if linear.bias is not None:
             self.bias = F.pad(linear.bias.detach(), (0, -self.num_out % code().lanes()))
         scales_at, bias_at = (None if one is None else one.data_ptr() for one in (scales, self.bias))
-        self.matrix = Matrix(self.weight.data_ptr(), scales_at, bias_at, self.num_in, self.num_out, largest)
+        sizes = (self.num_in, self.num_out, largest, _KEPT_IN.index(weight.dtype))
+        self.matrix = Matrix(self.weight.data_ptr(), scales_at, bias_at, *sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias."""
@@ -162,26 +167,50 @@ class NativeInt8Linear(NativeLinear):
         return plain[ids] * self.scales[ids, None]
 
 
-class NativeFp32Linear(NativeLinear):
-    """fp32 weights. Up to 8 rows cost what one costs: the time to read the weights."""
+class NativeFloatLinear(NativeLinear):
+    """Weights in fp32, bf16 or fp16, and fp32 rows and sums. In fp32, up to 8 rows cost what one costs: the
+    time to read the weights."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
         # Blocks of outputs: [outputs / lanes, inputs, lanes].
-        lanes, plain = code().lanes(), linear.weight.detach()
+        lanes, plain = code().lanes(), linear.weight.detach().to(dtype)
         blocks = F.pad(plain, (0, 0, 0, -len(plain) % lanes)).unflatten(0, (-1, lanes))
-        super().__init__(linear, blocks.transpose(1, 2), None, 0)
-
-    @staticmethod
-    def supports(linear: Linear) -> bool:
-        """Whether `linear` can have this form on this machine."""
-        return NativeInt8Linear.supports(linear) and has_native_products()
+        super().__init__(linear, blocks.transpose(1, 2))
 
     def weight_rows(self, ids: Tensor | None) -> Tensor:
         plain = self.weight.transpose(1, 2).flatten(0, 1)[: self.num_out]
-        return plain if ids is None else plain[ids]
+        return (plain if ids is None else plain[ids]).float()
 
 
-_FP32_FORMS = (NativeFp32Linear, PackedLinear)
+@dataclass(frozen=True)
+class FloatForm:
+    """A form of a `Linear` whose weights are kept in this dtype."""
+
+    dtype: torch.dtype
+    rounds: bool = False
+    """Whether it is also for weights that `dtype` does not have."""
+
+    def __call__(self, linear: Linear) -> NativeFloatLinear:
+        return NativeFloatLinear(linear, self.dtype)
+
+    def supports(self, linear: Linear) -> bool:
+        """Whether `linear` can have this form on this machine."""
+        weight = linear.weight.detach()
+        if not (NativeInt8Linear.supports(linear) and has_native_products()):
+            return False
+        return self.rounds or (self._has(weight[:1]) and self._has(weight))
+
+    def _has(self, weight: Tensor) -> bool:
+        return bool((weight.to(self.dtype) == weight).all())
+
+
+# A checkpoint in bf16 or fp16 has the same products in half of the bytes.
+_FP32_FORMS: tuple[LinearForm, ...] = (
+    FloatForm(torch.bfloat16),
+    FloatForm(torch.float16),
+    FloatForm(torch.float32),
+    PackedLinear,
+)
 
 
 def packed(linear: Linear) -> nn.Module:

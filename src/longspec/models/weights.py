@@ -15,17 +15,8 @@ from longspec.config import ModelConfig, Quantisation
 from longspec.errors import UserError, check_known
 from longspec.models.eight_bit import KINDS, EightBitForm
 from longspec.models.layers import LinearForm, replace_linears
-from longspec.models.native import NativeInt8Linear, has_native_products, pack_linears
-from longspec.models.quantised import (
-    Bf16Linear,
-    Fp16Linear,
-    HalfTable,
-    Int4Linear,
-    Int8Table,
-    has_bf16_products,
-    has_fp16_products,
-    has_int4_products,
-)
+from longspec.models.native import FloatForm, NativeInt8Linear, has_native_products, pack_linears
+from longspec.models.quantised import HalfTable, Int4Linear, Int8Table
 from longspec.native.build import what_is_missing
 
 
@@ -41,36 +32,27 @@ class Rounding:
     """Per weight."""
     table_bytes: float
     """Per weight of the head, and of the embedding if that is rounded."""
-    is_possible: Callable[[], bool]
-    """Whether there are products for this processor."""
-    wide_attention: bool = True
-    """Whether attention runs in fp64: if products round what they read, and torch attends."""
-    needs: Callable[[], str] = lambda: "a processor for which torch has such products"
+    wide_attention: bool = False
+    """Whether attention runs in fp64: if products round what they read, and torch attends. Our C code attends
+    in an order that depends on the text alone."""
 
 
-def _needs_code() -> str:
-    return f"a C compiler with OpenMP, such as gcc, and there is none ({what_is_missing()})"
+def _half(dtype: torch.dtype) -> Rounding:
+    form, table = FloatForm(dtype, rounds=True), partial(HalfTable, dtype=dtype)
+    return Rounding(form, form, table, 2, 2)
 
 
 # On a CPU.
 ROUNDINGS = {
-    "float16": Rounding(
-        Fp16Linear, Fp16Linear, partial(HalfTable, dtype=torch.float16), 2, 2, has_fp16_products, False
-    ),
-    "bfloat16": Rounding(
-        Bf16Linear, Bf16Linear, partial(HalfTable, dtype=torch.bfloat16), 2, 2, has_bf16_products
-    ),
-    # Our C code attends with int8, in an order that depends on the text alone.
-    "int8": Rounding(
-        NativeInt8Linear, NativeInt8Linear, Int8Table, 1, 1, has_native_products, False, _needs_code
-    ),
+    "float16": _half(torch.float16),
+    "bfloat16": _half(torch.bfloat16),
+    "int8": Rounding(NativeInt8Linear, NativeInt8Linear, Int8Table, 1, 1),
     # An int4 head or embedding would cost more words than it saves bytes.
-    "int4": Rounding(Int4Linear, NativeInt8Linear, Int8Table, 0.625, 1, has_int4_products, needs=_needs_code),
+    "int4": Rounding(Int4Linear, NativeInt8Linear, Int8Table, 0.625, 1, wide_attention=True),
 }
 # On a GPU, by our kernels. The embedding stays as it is: a step reads only a few of its rows.
 GPU_ROUNDINGS = {
-    name: Rounding(EightBitForm(kind), EightBitForm(kind), None, 1, 1, lambda: True, False)
-    for name, kind in KINDS.items()
+    name: Rounding(EightBitForm(kind), EightBitForm(kind), None, 1, 1) for name, kind in KINDS.items()
 }
 WEIGHTS = ("auto", "float32", *ROUNDINGS, "fp8")
 KV_DTYPES = ("auto", "fp8")
@@ -154,8 +136,11 @@ def pick_precision(
             f"{', '.join(GPU_ROUNDINGS)} a GPU and dtype bfloat16 or float16"
         )
     rounding = ROUNDINGS[weights]
-    if not rounding.is_possible():
-        raise UserError(f"weights {weights!r} need {rounding.needs()}; use auto")
+    if not has_native_products():
+        raise UserError(
+            f"weights {weights!r} need a C compiler with OpenMP, such as gcc, and there is none "
+            f"({what_is_missing()}); use auto"
+        )
     return Precision(dtype, rounding, weights)
 
 

@@ -42,7 +42,7 @@ class Matrix(ctypes.Structure):
         ("weight", Pointer),
         ("scales", Pointer),
         ("bias", Pointer),
-        *_sizes("num_in", "num_out", "largest"),
+        *_sizes("num_in", "num_out", "largest", "kept_in"),
     )
 
 

@@ -1,4 +1,5 @@
-/* The products and the attention of decoding on a CPU, for weights in int8 or fp32 and keys and values in fp32.
+/* The products and the attention of decoding on a CPU, for weights in int8, fp32, bf16 or fp16, and keys and values
+   in fp32.
 
    What is computed for a token depends on that token and on what it sees, never on what is computed beside
    it: integer sums have no order, all else is summed per token in a fixed order. So a node of a tree gets the
@@ -26,13 +27,16 @@ typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef int32_t Sums __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int16_t Pairs __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 
+/* What weights are kept in. */
+enum { INT8, FP32, BF16, FP16 };
+
 /* A matrix [num_out, num_in]. In int8, `weight` is padded to [outputs / LANES, inputs / 2, LANES, 2], `scales` and
-   `bias` to as many outputs. In fp32, it is padded to [outputs / LANES, inputs, LANES], and there are no scales. */
+   `bias` to as many outputs. Otherwise it is padded to [outputs / LANES, inputs, LANES], and there are no scales. */
 typedef struct {
     const void *weight;
     const float *scales; /* or NULL */
     const float *bias; /* or NULL */
-    int64_t num_in, num_out, largest;
+    int64_t num_in, num_out, largest, kept_in;
 } Matrix;
 
 /* Do the items of a job with so many threads: those of OpenMP, which torch has too, because threads of another
@@ -93,6 +97,36 @@ static inline Vector add_scaled(Vector sums, float x, Vector y) {
     return (Vector)_mm256_fmadd_ps(_mm256_set1_ps(x), (__m256)y, (__m256)sums);
 #else
     return sums + x * y;
+#endif
+}
+
+/* LANES weights from `index` on, in fp32, which has all numbers of bf16 and fp16. */
+static inline __attribute__((always_inline)) Vector weights_at(const void *weight, int64_t index, const int kept_in) {
+    if (kept_in == FP32) return *(const Vector *)((const float *)weight + index);
+    const uint16_t *halves = (const uint16_t *)weight + index;
+#if defined(__AVX512BW__)
+    __m256i bits = _mm256_loadu_si256((const void *)halves);
+    if (kept_in == FP16) return (Vector)_mm512_cvtph_ps(bits);
+    return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+#elif defined(__AVX2__) && defined(__F16C__)
+    __m128i bits = _mm_loadu_si128((const void *)halves);
+    if (kept_in == FP16) return (Vector)_mm256_cvtph_ps(bits);
+    return (Vector)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+#else
+    Vector values;
+    for (int l = 0; l < LANES; l++) {
+        uint32_t bits = (uint32_t)halves[l] << 16;
+        float value;
+        if (kept_in == FP16) {
+            /* Sign, then exponent and fraction 13 bits lower; the factor moves the exponent's bias. */
+            bits = (bits & 0x80000000u) | (bits & 0x7fff0000u) >> 3;
+            memcpy(&value, &bits, 4);
+            value *= 0x1p112f;
+        } else
+            memcpy(&value, &bits, 4);
+        values[l] = value;
+    }
+    return values;
 #endif
 }
 
@@ -166,7 +200,7 @@ typedef struct {
     int64_t num_rows, pairs_per_item;
     int16_t *rounded; /* the rows for int8, */
     float *units;     /* their units, */
-    float *changed;   /* and the rows for fp32 */
+    float *changed;   /* and the rows for other weights */
     float *out;
 } Product;
 
@@ -207,15 +241,16 @@ static inline __attribute__((always_inline)) void int8_outputs(const Product *on
         }
 }
 
-/* The same in fp32: inputs are added one after the other. */
-static inline __attribute__((always_inline)) void fp32_outputs(const Product *one, int64_t block, const int blocks,
-                                                               int64_t row, const int count) {
-    int64_t n = one->matrix->num_in;
-    const float *weight = (const float *)one->matrix->weight + block * n * LANES, *x = one->changed + row * n;
+/* The same with weights that are no integers: inputs are added one after the other. */
+static inline __attribute__((always_inline)) void float_outputs(const Product *one, int64_t block, const int blocks,
+                                                                int64_t row, const int count, const int kept_in) {
+    int64_t n = one->matrix->num_in, begin = block * n * LANES;
+    const void *weight = one->matrix->weight;
+    const float *x = one->changed + row * n;
     Vector sums[ROWS][2] = {{{0}}};
     for (int64_t i = 0; i < n; i++) {
-        Vector first = *(const Vector *)(weight + i * LANES);
-        Vector second = blocks == 2 ? *(const Vector *)(weight + (n + i) * LANES) : first;
+        Vector first = weights_at(weight, begin + i * LANES, kept_in);
+        Vector second = blocks == 2 ? weights_at(weight, begin + (n + i) * LANES, kept_in) : first;
 #pragma GCC unroll 8
         for (int r = 0; r < count; r++) {
             sums[r][0] = add_scaled(sums[r][0], x[r * n + i], first);
@@ -229,10 +264,12 @@ static inline __attribute__((always_inline)) void fp32_outputs(const Product *on
 
 static inline __attribute__((always_inline)) void outputs(const Product *one, int64_t block, const int blocks,
                                                           int64_t row, const int count) {
-    if (one->matrix->scales)
-        int8_outputs(one, block, blocks, row, count);
-    else
-        fp32_outputs(one, block, blocks, row, count);
+    switch (one->matrix->kept_in) {
+    case INT8: int8_outputs(one, block, blocks, row, count); break;
+    case FP32: float_outputs(one, block, blocks, row, count, FP32); break;
+    case BF16: float_outputs(one, block, blocks, row, count, BF16); break;
+    case FP16: float_outputs(one, block, blocks, row, count, FP16); break;
+    }
 }
 
 /* All rows of one or two blocks. */
@@ -258,7 +295,7 @@ static void prepare_row(const void *job, int64_t row) {
     const float *x = one->x + row * (one->form == GATED ? 2 * n : n);
     float *changed = one->changed + row * n;
     change(one->form, x, one->norm, one->eps, n, changed);
-    if (!one->matrix->scales) return;
+    if (one->matrix->kept_in != INT8) return;
     int16_t *rounded = one->rounded + row * even;
     rounded[even - 1] = 0;
     one->units[row] = round_row(changed, n, one->matrix->largest, rounded);
@@ -281,7 +318,7 @@ void product(const Matrix *matrix, int form, const float *x, const float *norm, 
     int64_t pairs = (matrix->num_out + 2 * LANES - 1) / (2 * LANES), items = pairs < 8 * threads ? pairs : 8 * threads;
     int64_t per_item = (pairs + items - 1) / items, n = matrix->num_in;
     float *changed = malloc(num_rows * n * sizeof *changed), *units = malloc(num_rows * sizeof *units);
-    int16_t *rounded = matrix->scales ? malloc(num_rows * (n + 1) * sizeof *rounded) : NULL;
+    int16_t *rounded = matrix->kept_in == INT8 ? malloc(num_rows * (n + 1) * sizeof *rounded) : NULL;
     Product job = {matrix, form, adds, x, norm, eps, num_rows, per_item, rounded, units, changed, out};
     share(prepare_row, &job, num_rows, num_rows < 8 ? 1 : threads);
     share(multiply, &job, (pairs + per_item - 1) / per_item, threads);
@@ -517,7 +554,7 @@ void attend(const Context *to, const float *q, float *out, float *lse, int threa
     share(attend_part, &job, to->num_rows * heads * parts, threads);
 }
 
-/* A decoder layer whose matrices are all int8. */
+/* A decoder layer. */
 typedef struct {
     const Matrix *qkv, *output, *gate_up, *down;
     const float *attention_norm, *ffn_norm, *q_norm, *k_norm; /* the last two may be NULL */

@@ -263,29 +263,32 @@ static inline __attribute__((always_inline)) void float_outputs(const Product *o
 }
 
 static inline __attribute__((always_inline)) void outputs(const Product *one, int64_t block, const int blocks,
-                                                          int64_t row, const int count) {
-    switch (one->matrix->kept_in) {
-    case INT8: int8_outputs(one, block, blocks, row, count); break;
-    case FP32: float_outputs(one, block, blocks, row, count, FP32); break;
-    case BF16: float_outputs(one, block, blocks, row, count, BF16); break;
-    case FP16: float_outputs(one, block, blocks, row, count, FP16); break;
-    }
+                                                          int64_t row, const int count, const int kept_in) {
+    if (kept_in == INT8)
+        int8_outputs(one, block, blocks, row, count);
+    else
+        float_outputs(one, block, blocks, row, count, kept_in);
 }
 
 /* All rows of one or two blocks. */
-static inline __attribute__((always_inline)) void columns(const Product *one, int64_t block, const int blocks) {
+static inline __attribute__((always_inline)) void columns(const Product *one, int64_t block, const int blocks,
+                                                          const int kept_in) {
     int64_t row = 0;
-    for (; row + ROWS <= one->num_rows; row += ROWS) outputs(one, block, blocks, row, ROWS);
+    if (blocks == 1) { /* rare, so not worth the time to compile it for several rows */
+        for (; row < one->num_rows; row++) outputs(one, block, 1, row, 1, kept_in);
+        return;
+    }
+    for (; row + ROWS <= one->num_rows; row += ROWS) outputs(one, block, blocks, row, ROWS, kept_in);
     switch (one->num_rows - row) {
 #if defined(__AVX512BW__)
-    case 7: outputs(one, block, blocks, row, 7); break;
-    case 6: outputs(one, block, blocks, row, 6); break;
-    case 5: outputs(one, block, blocks, row, 5); break;
-    case 4: outputs(one, block, blocks, row, 4); break;
+    case 7: outputs(one, block, blocks, row, 7, kept_in); break;
+    case 6: outputs(one, block, blocks, row, 6, kept_in); break;
+    case 5: outputs(one, block, blocks, row, 5, kept_in); break;
+    case 4: outputs(one, block, blocks, row, 4, kept_in); break;
 #endif
-    case 3: outputs(one, block, blocks, row, 3); break;
-    case 2: outputs(one, block, blocks, row, 2); break;
-    case 1: outputs(one, block, blocks, row, 1); break;
+    case 3: outputs(one, block, blocks, row, 3, kept_in); break;
+    case 2: outputs(one, block, blocks, row, 2, kept_in); break;
+    case 1: outputs(one, block, blocks, row, 1, kept_in); break;
     }
 }
 
@@ -301,15 +304,20 @@ static void prepare_row(const void *job, int64_t row) {
     one->units[row] = round_row(changed, n, one->matrix->largest, rounded);
 }
 
-static void multiply(const void *job, int64_t item) {
-    const Product *one = job;
+/* The blocks of an item. A function for each kind of weights, because a compiler takes far longer for one. */
+static inline __attribute__((always_inline)) void multiply(const Product *one, int64_t item, const int kept_in) {
     int64_t blocks = (one->matrix->num_out + LANES - 1) / LANES, last = (item + 1) * one->pairs_per_item * 2;
     for (int64_t block = item * one->pairs_per_item * 2; block < last && block < blocks; block += 2)
         if (block + 1 < blocks)
-            columns(one, block, 2);
+            columns(one, block, 2, kept_in);
         else
-            columns(one, block, 1);
+            columns(one, block, 1, kept_in);
 }
+static void multiply_int8(const void *job, int64_t item) { multiply(job, item, INT8); }
+static void multiply_fp32(const void *job, int64_t item) { multiply(job, item, FP32); }
+static void multiply_bf16(const void *job, int64_t item) { multiply(job, item, BF16); }
+static void multiply_fp16(const void *job, int64_t item) { multiply(job, item, FP16); }
+static Work *const multiplications[] = {multiply_int8, multiply_fp32, multiply_bf16, multiply_fp16};
 
 /* out [rows, num_out] becomes, or grows by, the product of x [rows, num_in], or of gate and up
    [rows, 2 num_in]. */
@@ -321,7 +329,7 @@ void product(const Matrix *matrix, int form, const float *x, const float *norm, 
     int16_t *rounded = matrix->kept_in == INT8 ? malloc(num_rows * (n + 1) * sizeof *rounded) : NULL;
     Product job = {matrix, form, adds, x, norm, eps, num_rows, per_item, rounded, units, changed, out};
     share(prepare_row, &job, num_rows, num_rows < 8 ? 1 : threads);
-    share(multiply, &job, (pairs + per_item - 1) / per_item, threads);
+    share(multiplications[matrix->kept_in], &job, (pairs + per_item - 1) / per_item, threads);
     free(rounded);
     free(units);
     free(changed);

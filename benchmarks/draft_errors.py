@@ -1,11 +1,11 @@
-"""What a draft gets wrong: how often it is right by how far it lags, and what copying would have known.
+"""Shows what a draft gets wrong: how often its proposals are right at each lag, and how often copying is.
 
 python -m benchmarks.draft_errors TARGET DRAFT FILE... [--limit N] [--new-tokens N] [--lags 1,5]
 
-The target answers the first turn of each prompt greedily. Then, at every token of its answers, the draft's
-best tokens are compared with the next one; it sees as much of the target as at that lag. Beside it stands
-what the simplest copying gives: the token that followed when the last two tokens, or the last one, stood in
-the draft's window before.
+The target answers the first turn of each prompt greedily. At every token of an answer, the program compares
+the draft's best tokens with the token that follows. At lag n, the draft sees the target's KV up to n tokens
+before. For comparison, the program copies in the simplest way: it looks in the draft's window for the last
+two tokens, or else for the last one, and takes the token that followed.
 """
 
 from __future__ import annotations
@@ -15,21 +15,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from longspec import hub
 from longspec.bench.workloads import read_file
-from longspec.data.collate import collate
-from longspec.data.shards import Packed, Role
 from longspec.errors import UserError
 from longspec.models.pair import Pair, load_pair
 from longspec.models.placement import pick_device, pick_dtype
 from longspec.prompts import PromptEncoder
-from longspec.train.evaluate import Continuation, continuations
-from longspec.train.layout import head_rows, lay_out
-from longspec.train.losses import score
+from longspec.train.evaluate import Continuation, answer_scores, continuations
 from longspec.train.objective import Objective
 
 _BEST = 4
@@ -37,7 +32,8 @@ COLUMNS = ("best token", f"best {_BEST}", "KL", "copied", "best or copied", f"be
 
 
 def copied(text: Sequence[int], end: int, window: int) -> int | None:
-    """What followed text[end - 1 : end + 1], or else text[end], when it stood in the window before."""
+    """The token that followed an earlier text[end - 1 : end + 1] in the window, or else an earlier text[end];
+    None if there is neither."""
     found = None
     for place in range(end - 1, max(-1, end - window), -1):
         if text[place] != text[end]:
@@ -49,32 +45,25 @@ def copied(text: Sequence[int], end: int, window: int) -> int | None:
 
 
 @torch.no_grad()
-def errors(objective: Objective, texts: Sequence[Continuation], lag: int) -> list[float]:
-    """The shares of `COLUMNS`, and the mean KL divergence from the target in nats, over all answers."""
-    target, draft = objective.target, objective.draft
-    rows = head_rows(draft.vocab_ids, target.config.vocab_size)
-    found = []
-    for one in texts:
-        tokens, begin = one.prompt + one.tokens, len(one.prompt)
-        whole = Packed(np.array(tokens), np.full(len(tokens), Role.TEXT, np.uint8), np.zeros(1, np.int32))
-        layout = lay_out(collate([whole], "base", False), [lag], [0], 0, rows, target.device)
-        hidden, kv = objective.read(layout)
-        drafted = objective.draft_hidden(layout, hidden, kv)[0, begin:-1]
-        log_q = score(drafted, objective.head()).log_softmax(-1)
-        log_p = score(hidden[0, begin:-1], objective.head()).log_softmax(-1)
-        truth = layout.tokens[0, begin + 1 :, None]
-        right = _ids(draft.vocab_ids, log_q.topk(_BEST, -1).indices) == truth
-        guesses = [copied(tokens, end, draft.config.window) for end in range(begin, len(tokens) - 1)]
-        copy = torch.tensor([-1 if guess is None else guess for guess in guesses]).to(truth) == truth[:, 0]
-        best, among = right[:, 0], right.any(1)
-        divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
-        columns = (best, among, divergence, copy, best | copy, among | copy)
-        found.append(torch.stack([column.float() for column in columns], 1))
-    return torch.cat(found).mean(0).tolist()
-
-
-def _ids(vocab_ids: Tensor | None, rows: Tensor) -> Tensor:
-    return rows if vocab_ids is None else vocab_ids[rows]
+def errors(objective: Objective, texts: Sequence[Continuation], lags: Sequence[int]) -> list[list[float]]:
+    """For each lag, the numbers of `COLUMNS`: the KL divergence is a mean in nats, the others are shares of
+    the tokens of all answers."""
+    ids, window = objective.draft.vocab_ids, objective.draft.config.window
+    found: list[list[Tensor]] = [[] for _ in lags]
+    for text in texts:
+        tokens = text.prompt + text.tokens
+        guesses = [copied(tokens, end, window) for end in range(len(text.prompt), len(tokens) - 1)]
+        for rows, (own, scores) in zip(found, answer_scores(objective, text, lags), strict=True):
+            truth = torch.tensor(text.tokens[1:]).to(scores.device)
+            copy = torch.tensor([-1 if guess is None else guess for guess in guesses]).to(truth) == truth
+            log_p, log_q = own.log_softmax(-1), scores.log_softmax(-1)
+            best = log_q.topk(_BEST, -1).indices
+            right = (best if ids is None else ids[best]) == truth[:, None]
+            divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
+            first, among = right[:, 0], right.any(1)
+            columns = (first, among, divergence, copy, first | copy, among | copy)
+            rows.append(torch.stack([column.float() for column in columns], 1))
+    return [torch.cat(rows).mean(0).tolist() for rows in found]
 
 
 def table(pair: Pair, encoder: PromptEncoder, files: Sequence[Path], flags: argparse.Namespace) -> str:
@@ -85,9 +74,8 @@ def table(pair: Pair, encoder: PromptEncoder, files: Sequence[Path], flags: argp
         items = read_file(file).items[: flags.limit]
         prompts = [encoder.encode(one.turns[0], one.raw, pair.target.config.vocab_size) for one in items]
         texts = continuations(pair.target, prompts, flags.new_tokens, pair.eos_ids)
-        for lag in flags.lags:
-            shares = errors(objective, texts, lag)
-            lines.append(f"| {file.stem} | {lag} | " + " | ".join(f"{share:.3f}" for share in shares) + " |")
+        for lag, row in zip(flags.lags, errors(objective, texts, flags.lags), strict=True):
+            lines.append(f"| {file.stem} | {lag} | " + " | ".join(f"{value:.3f}" for value in row) + " |")
     return "\n".join(lines)
 
 

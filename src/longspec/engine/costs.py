@@ -231,7 +231,7 @@ def calibration_path(device: Device, methods: tuple[Method, ...]) -> Path:
         models.exact,
         (repr(draft.config), type(draft.qkv).__name__) if draft else None,
         type(target.attention).__name__,
-        (type(target.head).__name__, str(getattr(getattr(target.head, "weight", None), "dtype", None))),
+        (type(target.head).__name__, *(str(one.dtype) for one in target.head.state_dict().values())),
         code_hash() if target.device.type == "cpu" else None,
         device_name(target.device),
         torch.get_num_threads(),

@@ -242,7 +242,7 @@ def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
 
 
 def _filling_tile(num_rows: int, weight: Tensor, gated: bool) -> Tile:
-    """The tile for many rows: the largest one of which there are enough for the GPU.
+    """The tile for many rows: the largest size of which a product still has enough tiles for the GPU.
 
     Tiles of 128 x 128 must be enough for all multiprocessors, and twice as many if they also compute a gate.
     Of smaller tiles, enough for half of the multiprocessors was the fastest choice on an H200.

@@ -31,12 +31,8 @@ class Int8Linear(CpuLinear):
     @staticmethod
     def supports(linear: Linear) -> bool:
         """Whether this build of torch has the kernel, and the weights are finite fp32."""
-        weight = linear.weight
         return (
-            weight.device.type == "cpu"
-            and weight.dtype == torch.float32
-            and has_int8_products()
-            and bool(torch.isfinite(weight).all())
+            CpuLinear.supports(linear) and has_int8_products() and bool(torch.isfinite(linear.weight).all())
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -110,6 +110,11 @@ class Linear(nn.Linear):
 class CpuLinear(nn.Module):
     """The common part of a `Linear`'s forms for the CPU, whose product no GPU kernel computes."""
 
+    @staticmethod
+    def supports(linear: Linear) -> bool:
+        """Whether `linear` can have this form on this machine."""
+        return linear.weight.device.type == "cpu" and linear.weight.dtype == torch.float32
+
     def add_to(self, total: Tensor, x: Tensor) -> Tensor:
         """The product of x [..., in] added to `total` [..., out]."""
         return total + self(x)
@@ -140,10 +145,8 @@ class PackedLinear(CpuLinear):
     @staticmethod
     def supports(linear: Linear) -> bool:
         """Whether this build of torch can pack `linear`."""
-        weight = linear.weight
         return (
-            weight.device.type == "cpu"
-            and weight.dtype == torch.float32
+            CpuLinear.supports(linear)
             and torch.backends.mkldnn.is_available()
             and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         )

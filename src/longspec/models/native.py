@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 TINY = torch.finfo(torch.float32).tiny
 _LARGEST_SUM = 2**31 - 1
-# As in decode.c: what a product does with its input first, and what weights are kept in.
+# The numbers of decode.c: for what a product does with its input first, and for the dtype of its weights.
 _PLAIN, _NORM, _GATED = range(3)
 _KEPT_IN = (torch.int8, torch.float32, torch.bfloat16, torch.float16)
 
@@ -155,11 +155,6 @@ class NativeInt8Linear(NativeLinear):
         largest = min(2**15 - 1, _LARGEST_SUM // (127 * num_in))
         super().__init__(linear, blocks.transpose(1, 2), F.pad(scales, (0, -num_out % lanes)), largest)
 
-    @staticmethod
-    def supports(linear: Linear) -> bool:
-        """Whether `linear` can have this form. Whether there is a compiler is checked before loading."""
-        return linear.weight.device.type == "cpu" and linear.weight.dtype == torch.float32
-
     def weight_rows(self, ids: Tensor | None) -> Tensor:
         plain = self.weight.transpose(1, 2).flatten(2).flatten(0, 1)[: self.num_out, : self.num_in]
         if ids is None:
@@ -168,8 +163,8 @@ class NativeInt8Linear(NativeLinear):
 
 
 class NativeFloatLinear(NativeLinear):
-    """Weights in fp32, bf16 or fp16, and fp32 rows and sums. In fp32, up to 8 rows cost what one costs: the
-    time to read the weights."""
+    """The weights are fp32, bf16 or fp16; rows and sums are fp32. With fp32 weights, up to 8 rows take as
+    long as one, because reading the weights takes longer than the arithmetic."""
 
     def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
         # Blocks of outputs: [outputs / lanes, inputs, lanes].
@@ -188,7 +183,8 @@ class FloatForm:
 
     dtype: torch.dtype
     rounds: bool = False
-    """Whether it is also for weights that `dtype` does not have."""
+    """Whether weights are rounded to `dtype`. If not, the form supports only linears whose weights are all
+    numbers of `dtype`, so that nothing is lost."""
 
     def __call__(self, linear: Linear) -> NativeFloatLinear:
         return NativeFloatLinear(linear, self.dtype)
@@ -196,15 +192,17 @@ class FloatForm:
     def supports(self, linear: Linear) -> bool:
         """Whether `linear` can have this form on this machine."""
         weight = linear.weight.detach()
-        if not (NativeInt8Linear.supports(linear) and has_native_products()):
+        if not (CpuLinear.supports(linear) and has_native_products()):
             return False
-        return self.rounds or (self._has(weight[:1]) and self._has(weight))
+        # One row first, because it is enough to refuse most matrices.
+        return self.rounds or (self._keeps(weight[:1]) and self._keeps(weight))
 
-    def _has(self, weight: Tensor) -> bool:
+    def _keeps(self, weight: Tensor) -> bool:
         return bool((weight.to(self.dtype) == weight).all())
 
 
-# A checkpoint in bf16 or fp16 has the same products in half of the bytes.
+# The first form that supports a linear is used. bf16 and fp16 come first, because a checkpoint in one of them
+# then needs half of the bytes, with the same products.
 _FP32_FORMS: tuple[LinearForm, ...] = (
     FloatForm(torch.bfloat16),
     FloatForm(torch.float16),

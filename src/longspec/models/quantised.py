@@ -1,5 +1,5 @@
-"""A target's weights in fewer bytes, on a CPU: int4, and forms of the embedding. int8, bf16 and fp16 are in
-`longspec.models.native`.
+"""On a CPU: linears with int4 weights, and embeddings in fewer bytes. Linears with int8, bf16 and fp16
+weights are in `longspec.models.native`.
 
 Decoding one sequence takes as long as reading the weights. The product of a row has the same bits in any
 batch, so a tree's node gets the numbers of a vanilla step: torch's kernel adds each row in the same order in
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspec.models.layers import CpuLinear, Linear
-from longspec.models.native import TINY, NativeInt8Linear
+from longspec.models.native import TINY
 
 GROUP = 32
 """Weights of a row that share an int4 scale and zero; as in a GGUF."""
@@ -43,7 +43,7 @@ class Int4Linear(CpuLinear):
     def supports(linear: Linear) -> bool:
         """Whether the kernel has such sizes."""
         num_out, num_in = linear.weight.shape
-        return NativeInt8Linear.supports(linear) and num_in % GROUP == 0 and num_out % 64 == 0
+        return CpuLinear.supports(linear) and num_in % GROUP == 0 and num_out % 64 == 0
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.num_in).bfloat16()

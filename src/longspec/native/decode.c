@@ -270,25 +270,20 @@ static inline __attribute__((always_inline)) void outputs(const Product *one, in
         float_outputs(one, block, blocks, row, count, kept_in);
 }
 
-/* All rows of one or two blocks. */
-static inline __attribute__((always_inline)) void columns(const Product *one, int64_t block, const int blocks,
-                                                          const int kept_in) {
+/* All rows of two blocks. */
+static inline __attribute__((always_inline)) void columns(const Product *one, int64_t block, const int kept_in) {
     int64_t row = 0;
-    if (blocks == 1) { /* rare, so not worth the time to compile it for several rows */
-        for (; row < one->num_rows; row++) outputs(one, block, 1, row, 1, kept_in);
-        return;
-    }
-    for (; row + ROWS <= one->num_rows; row += ROWS) outputs(one, block, blocks, row, ROWS, kept_in);
+    for (; row + ROWS <= one->num_rows; row += ROWS) outputs(one, block, 2, row, ROWS, kept_in);
     switch (one->num_rows - row) {
 #if defined(__AVX512BW__)
-    case 7: outputs(one, block, blocks, row, 7, kept_in); break;
-    case 6: outputs(one, block, blocks, row, 6, kept_in); break;
-    case 5: outputs(one, block, blocks, row, 5, kept_in); break;
-    case 4: outputs(one, block, blocks, row, 4, kept_in); break;
+    case 7: outputs(one, block, 2, row, 7, kept_in); break;
+    case 6: outputs(one, block, 2, row, 6, kept_in); break;
+    case 5: outputs(one, block, 2, row, 5, kept_in); break;
+    case 4: outputs(one, block, 2, row, 4, kept_in); break;
 #endif
-    case 3: outputs(one, block, blocks, row, 3, kept_in); break;
-    case 2: outputs(one, block, blocks, row, 2, kept_in); break;
-    case 1: outputs(one, block, blocks, row, 1, kept_in); break;
+    case 3: outputs(one, block, 2, row, 3, kept_in); break;
+    case 2: outputs(one, block, 2, row, 2, kept_in); break;
+    case 1: outputs(one, block, 2, row, 1, kept_in); break;
     }
 }
 
@@ -304,15 +299,17 @@ static void prepare_row(const void *job, int64_t row) {
     one->units[row] = round_row(changed, n, one->matrix->largest, rounded);
 }
 
-/* The blocks of an item. A function for each kind of weights, because a compiler takes far longer for one. */
+/* All blocks of an item. */
 static inline __attribute__((always_inline)) void multiply(const Product *one, int64_t item, const int kept_in) {
     int64_t blocks = (one->matrix->num_out + LANES - 1) / LANES, last = (item + 1) * one->pairs_per_item * 2;
     for (int64_t block = item * one->pairs_per_item * 2; block < last && block < blocks; block += 2)
         if (block + 1 < blocks)
-            columns(one, block, 2, kept_in);
-        else
-            columns(one, block, 1, kept_in);
+            columns(one, block, kept_in);
+        else /* A last block is rarely alone, so several rows at a time are not worth the time to compile them. */
+            for (int64_t row = 0; row < one->num_rows; row++) outputs(one, block, 1, row, 1, kept_in);
 }
+
+/* One function for each kind of weights, because to compile all kinds in one function takes twice as long. */
 static void multiply_int8(const void *job, int64_t item) { multiply(job, item, INT8); }
 static void multiply_fp32(const void *job, int64_t item) { multiply(job, item, FP32); }
 static void multiply_bf16(const void *job, int64_t item) { multiply(job, item, BF16); }

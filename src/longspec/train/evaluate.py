@@ -8,12 +8,14 @@ shows what every possible round would accept, and a walk through it gives the ro
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from longspec.atomic import write_whole
 from longspec.data.collate import collate
@@ -111,20 +113,30 @@ def chain_acceptance(objective: Objective, texts: Many[Continuation], gamma: int
 
 def _hits(objective: Objective, text: Continuation, gamma: int) -> list[list[bool]]:
     """For each lag up to gamma and each token, whether the draft would predict the next one."""
+    ids, begin, answer = objective.draft.vocab_ids, len(text.prompt), torch.tensor(text.tokens[1:])
+    found = []
+    for _, scores in answer_scores(objective, text, range(1, gamma + 1)):
+        best = scores.argmax(-1)
+        right = (best if ids is None else ids[best]) == answer.to(best)
+        found.append([False] * begin + right.tolist() + [False])
+    return found
+
+
+def answer_scores(
+    objective: Objective, text: Continuation, lags: Iterable[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each lag, the scores [n - 1, V'] that the target and the draft give to the tokens of the draft's
+    head, at all n tokens of an answer but the last."""
     tokens = np.array(text.prompt + text.tokens)
     whole = Packed(tokens, np.full(len(tokens), Role.TEXT, np.uint8), np.zeros(1, np.int32))
     target, draft = objective.target, objective.draft
     device = next(draft.parameters()).device
     rows = head_rows(draft.vocab_ids, target.config.vocab_size)
-    batch, begin = collate([whole], "base", False), len(text.prompt)
-    layouts = [lay_out(batch, [lag], [0], 0, rows, device) for lag in range(1, gamma + 1)]
+    batch, answer = collate([whole], "base", False), slice(len(text.prompt), -1)
+    layouts = [lay_out(batch, [lag], [0], 0, rows, device) for lag in lags]
     hidden, kv = objective.read(layouts[0])  # the target's pass does not depend on the lag
-    found = []
     with objective.gather([target.embedding, target.head.weight]):
+        head = objective.head()
+        own = score(hidden[0, answer], head)
         for layout in layouts:
-            drafted = objective.draft_hidden(layout, hidden, kv)[0, begin:]
-            best = score(drafted, objective.head()).argmax(-1)
-            named = best if draft.vocab_ids is None else draft.vocab_ids[best]
-            right = named[:-1] == layout.tokens[0, begin + 1 :]
-            found.append([False] * begin + right.tolist() + [False])
-    return found
+            yield own, score(objective.draft_hidden(layout, hidden, kv)[0, answer], head)

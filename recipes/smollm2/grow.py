@@ -1,9 +1,10 @@
-"""Let a trained draft read more of its target's layers, or draft deeper; untrained, it drafts as before.
+"""Let a trained draft read more or other layers of its target, or draft deeper.
 
   .venv/bin/python -m recipes.smollm2.grow smollm2-135m outputs/grown --cross-layers 9,14,19,24,29
   .venv/bin/longspec train experiment=smollm2_gpu draft.path=outputs/grown ...
 
-The new layers are asked at random, and what they answer counts for nothing until training says otherwise.
+New layers get random queries, and their results count for nothing until training says otherwise. So a draft
+that keeps all of its layers drafts as before until it is trained; without some of them it drafts worse.
 With --draft-vocab only so many of the most frequent tokens can be proposed from now on. --max-lag is how deep
 it drafts at most; lags beyond those of before begin with the gates of the deepest one.
 """
@@ -35,11 +36,14 @@ Tensors = dict[str, Tensor]
 
 
 def grown(tensors: Tensors, before: DraftConfig, after: DraftConfig, seed: int) -> Tensors:
-    """The weights of a draft that reads the layers of `after` as well."""
+    """The weights of a draft that reads the layers of `after`."""
     tensors = dict(tensors)
-    places = [after.cross_layers.index(layer) for layer in before.cross_layers]
-    share = tensors[ANSWER].shape[1] // len(places)
-    rows = torch.cat([torch.arange(share) + place * share for place in places])
+    share = tensors[ANSWER].shape[1] // len(before.cross_layers)
+    kept = [layer for layer in after.cross_layers if layer in before.cross_layers]
+    old_rows, rows = (
+        torch.tensor([layers.index(layer) * share + i for layer in kept for i in range(share)]).long()
+        for layers in (before.cross_layers, after.cross_layers)
+    )
     generator = torch.Generator().manual_seed(seed)
     for name in (f"{ASK}.weight", f"{ASK}.bias"):
         if name in tensors:
@@ -47,10 +51,10 @@ def grown(tensors: Tensors, before: DraftConfig, after: DraftConfig, seed: int) 
             new = torch.zeros(len(after.cross_layers) * share, *old.shape[1:])
             if old.ndim == 2:
                 new.normal_(0, float(old.std()), generator=generator)
-            new[rows] = old
+            new[rows] = old[old_rows]
             tensors[name] = new.to(tensors[name].dtype)
     answer = tensors[ANSWER].new_zeros(tensors[ANSWER].shape[0], len(after.cross_layers) * share)
-    answer[:, rows] = tensors[ANSWER]
+    answer[:, rows] = tensors[ANSWER][:, old_rows]
     tensors[ANSWER] = answer
     if after.lag_gate:
         size = after.max_lag * answer.shape[0]
@@ -69,10 +73,10 @@ def checked(before: DraftConfig, num_layers: int, flags: argparse.Namespace) -> 
     old = before.cross_layers
     layers = old if flags.cross_layers is None else flags.cross_layers
     inside = all(0 <= layer < num_layers for layer in layers)
-    if not (inside and set(old) <= set(layers) and list(layers) == sorted(set(layers))):
+    if not (inside and layers and list(layers) == sorted(set(layers))):
         raise UserError(
             f"--cross-layers is {','.join(map(str, layers))}: give layers from 0 to {num_layers - 1}, in "
-            f"rising order, among them those that the draft reads, {','.join(map(str, old))}"
+            f"rising order; the draft reads {','.join(map(str, old))}"
         )
     vocab = before.draft_vocab if flags.draft_vocab is None else flags.draft_vocab
     if flags.draft_vocab is not None and not 0 < vocab <= before.draft_vocab:
@@ -97,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--cross-layers",
         type=lambda text: tuple(int(part) for part in text.split(",")),
         metavar="L,L,...",
-        help="that it reads from now on, those of before among them",
+        help="that it reads from now on; what it knows of layers of before is kept",
     )
     parser.add_argument("--draft-vocab", type=int, metavar="N", help="tokens that it can propose")
     parser.add_argument("--max-lag", type=int, metavar="N", help="how deep it drafts at most")

@@ -68,7 +68,7 @@ def test_a_grown_draft_is_trained_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--cross-layers", "9,19"), "those that the draft reads, 9,14,19,24,29"),
+        (("--cross-layers", "9,9,19"), "the draft reads 9,14,19,24,29"),
         (("--cross-layers", "29,24,19,14,9"), "in rising order"),
         (("--cross-layers", "9,14,19,24,29,30"), "from 0 to 29"),
         (("--draft-vocab", "50000"), "the draft has 16384"),

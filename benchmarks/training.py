@@ -65,7 +65,7 @@ def measure_training(
     engine = TrainingEngine(target, model, settings, stage, processes, device)
     chunk = compile_layers(target, model) if compile else one_chunk
     objective = Objective(
-        target, model, LossShares(soft), engine.run_target, engine.draft, engine.gather, chunk=chunk
+        target, model, LossShares(soft), 1.0, engine.run_target, engine.draft, engine.gather, chunk=chunk
     )
     layouts = [_layout(config, draft, seq_length, micro_batch, seed, device) for seed in range(4)]
     if device.type == "cuda":
@@ -103,7 +103,7 @@ def report(speed: TrainingSpeed) -> str:
 
 
 def _step(objective: Objective, engine: TrainingEngine, layout: Layout) -> None:
-    outcome = objective(layout)
+    outcome = objective([layout])
     engine.backward(outcome.loss / len(layout.labels))
     engine.step(1e-4)
 

@@ -156,6 +156,9 @@ class DraftConfig:
     """The width of its feed-forward; 0 is the target's."""
     lag_gate: bool = False
     """Whether what the hidden state adds is scaled and shifted by vectors for each lag."""
+    use_parent: bool = False
+    """Whether a node also reads the draft's own hidden state at its parent. The draft then learns all lags of
+    a sequence together, each from the one below it."""
 
     def __post_init__(self) -> None:
         bounds = {
@@ -184,7 +187,8 @@ class DraftConfig:
         own = hidden * (num_qkv + heads) + 2 * hidden * num_cross + ffn
         bias = (num_qkv + num_cross) * self.qkv_bias
         feature = hidden * (hidden * self.use_feature + 2 * self.max_lag * self.lag_gate)
-        return own + bias + feature + hidden * (3 + self.final_norm)
+        parent = hidden * (hidden + 1) * self.use_parent
+        return own + bias + feature + parent + hidden * (3 + self.final_norm)
 
     def ffn_size(self, target: ModelConfig) -> int:
         return self.intermediate_size or target.intermediate_size

@@ -83,6 +83,7 @@ def test_a_drafts_weights_are_counted(use_feature: bool, qkv_bias: bool) -> None
         final_norm=use_feature,
         intermediate_size=24 * use_feature,
         lag_gate=use_feature,
+        use_parent=use_feature,
     )
     built = GlideDraft(target, config)
     assert config.num_parameters(target) == sum(weight.numel() for weight in built.parameters())

@@ -113,7 +113,7 @@ def tiny_target(seed: int = 0, **changes: Any) -> Transformer:
 def tiny_draft(target: Transformer, seed: int = 1, std: float = 0.3, **config: Any) -> GlideDraft:
     """A random draft that uses everything a draft may, where not told otherwise."""
     ours: dict[str, Any] = {"window": 8, "max_lag": 5, "cross_layers": (0, -1), "use_feature": True}
-    draft = GlideDraft(target.config, DraftConfig(**ours | {"lag_gate": True} | config))
+    draft = GlideDraft(target.config, DraftConfig(**ours | {"lag_gate": True, "use_parent": True} | config))
     draft.initialise(torch.Generator().manual_seed(seed), std)
     return draft.requires_grad_(False).eval().to(target.device)
 

@@ -64,7 +64,7 @@ def make_pair(folder: Path, tokenizer: Path, tied: bool, head_dim: int = 4) -> t
     )
     every_part = DraftConfig(
         window=32, max_lag=4, cross_layers=(-1, 0, 1), use_feature=True, lag_gate=True, final_norm=True,
-        draft_vocab=50, intermediate_size=24,
+        draft_vocab=50, intermediate_size=24, use_parent=True,
     )  # fmt: skip
     return write_random_pair(folder, tokenizer, config, every_part, std=0.3)
 

@@ -85,7 +85,7 @@ def test_the_objective_on_the_gpu_equals_the_cpu(shares: LossShares) -> None:
         draft.initialise(torch.Generator().manual_seed(1), std=0.05)
         draft.to(device=device, dtype=dtype)
         layout = lay_out(collate(rows, "base", False), [3, 1], [0, 60], 4, head_rows(None, 300), device)
-        outcome = Objective(target, draft, shares)(layout)
+        outcome = Objective(target, draft, shares)([layout])
         outcome.loss.backward()
         weights = dict(draft.named_parameters())
         gradients = torch.cat([weights[name].grad.float().cpu().flatten() for name in sorted(weights)])  # type: ignore[union-attr]

@@ -96,7 +96,13 @@ def answers(backend: str, name: str, sampling: Sampling, config: dict[str, Any])
 
 
 # Layers that do not stand evenly, and a vocabulary of its own; and everything that a draft may have.
-OTHER = {"cross_layers": (1, 0), "draft_vocab": 20, "use_feature": False, "lag_gate": False}
+OTHER = {
+    "cross_layers": (1, 0),
+    "draft_vocab": 20,
+    "use_feature": False,
+    "lag_gate": False,
+    "use_parent": False,
+}
 OURS = {"cross_layers": (0, 1), "final_norm": True, "qkv_bias": False, "intermediate_size": 96}
 
 

@@ -33,6 +33,7 @@ OURS = DraftConfig(
     draft_vocab=5,
     intermediate_size=40,
     lag_gate=True,
+    use_parent=True,
 )
 
 
@@ -187,7 +188,7 @@ def test_the_published_faces(face: Any, tmp_path: Path) -> None:
     whole = Packed(ids[0].numpy(), np.full(20, Role.TEXT, np.uint8), np.zeros(1, np.int32))
     rows = head_rows(None, TINY["vocab_size"])
     layout = lay_out(collate([whole], "base", False), [2], [0], 4, rows, model.model.device)
-    Objective(model.model, model.draft_model)(layout).loss.backward()
+    Objective(model.model, model.draft_model)([layout]).loss.backward()
     assert all(weight.grad is not None for weight in model.draft_model.parameters())
     again = face.from_pretrained(
         tmp_path / "target",

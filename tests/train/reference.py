@@ -54,6 +54,15 @@ def document_logits(
     target: Transformer, draft: GlideDraft, tokens: Tensor, positions: list[int], lag: int
 ) -> tuple[Tensor, Tensor]:
     """Scores of the draft [n, V'] and of the target [n, V] at every token of one document."""
+    drafted, hidden = document_states(target, draft, tokens, positions, lag)
+    head = target.head.weight if draft.vocab_ids is None else target.head.weight[draft.vocab_ids]
+    return drafted @ head.T, hidden @ target.head.weight.T
+
+
+def document_states(
+    target: Transformer, draft: GlideDraft, tokens: Tensor, positions: list[int], lag: int
+) -> tuple[Tensor, Tensor]:
+    """The hidden states of the draft and of the target, [n, E]."""
     config, n = target.config, len(tokens)
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
     where = torch.tensor(positions)
@@ -74,7 +83,6 @@ def document_logits(
         ).chunk(2, -1)
         x = x + (gate * gate.sigmoid() * up) @ weights["ffn.down.weight"].T
     hidden = norm(x, target.norm.weight, config.rms_eps)
-    own = hidden @ target.head.weight.T
 
     w = dict(draft.named_parameters())
     x = target.embedding[tokens].detach()
@@ -94,6 +102,10 @@ def document_logits(
             scale, shift = (w[name].view(-1, added.shape[1])[lag - 1] for name in ("lag_scale", "lag_shift"))
             added = added * scale + shift
         x = x + added
+    if draft.config.use_parent and lag > 1:
+        above, _ = document_states(target, draft, tokens, positions, lag - 1)
+        parents = torch.cat((torch.zeros_like(above[:1]), above[:-1]))
+        x = x + norm(parents, w["parent_norm.weight"], config.rms_eps) @ w["parent.weight"].T
     mixed = norm(x, w["cross_norm.weight"], config.rms_eps) @ w["cross_q.weight"].T
     mixed = mixed + w["cross_q.bias"] if "cross_q.bias" in w else mixed
     queries = turn(target, mixed.view(n, -1, size), where).split(heads, 1)
@@ -105,8 +117,7 @@ def document_logits(
     x = x + (gate * gate.sigmoid() * up) @ w["ffn.down.weight"].T
     if draft.config.final_norm:
         x = norm(x, w["final_norm.weight"], config.rms_eps)
-    head = target.head.weight if draft.vocab_ids is None else target.head.weight[draft.vocab_ids]
-    return x @ head.T, own
+    return x, hidden
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

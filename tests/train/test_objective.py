@@ -41,6 +41,8 @@ CONFIGS = {
     "small vocabulary": DraftConfig(window=8, max_lag=4, use_feature=True, draft_vocab=60),
 }
 
+PARENTS = replace(CONFIGS["ours"], use_parent=True)
+
 
 def make(config: DraftConfig) -> tuple[Transformer, GlideDraft]:
     target = tiny_target(num_layers=3, vocab_size=97)
@@ -75,12 +77,35 @@ def test_loss_and_gradients_of_a_batch_equal_the_plain_reference(name: str, shar
     # What the target read for another lag is as good.
     others = lay_out(batch, [1, 3, 2], offsets, 4, head_rows(draft.vocab_ids, size), torch.device("cpu"))
     objective = Objective(target, draft, shares)
-    outcome = objective(layout, objective.read(others))
+    outcome = objective([layout], objective.read(others))
     outcome.loss.backward()
     assert len(layout.queries) == count > 10
     torch.testing.assert_close(outcome.loss, expected, rtol=1e-5, atol=1e-5)
     for weight_name, weight in draft.named_parameters():
         torch.testing.assert_close(weight.grad, gradients[weight_name], rtol=1e-4, atol=1e-5, msg=weight_name)
+
+
+def test_lags_that_are_learnt_together_equal_the_plain_reference() -> None:
+    target, draft = make(PARENTS)
+    size, shares = target.config.vocab_size, LossShares(0.6)
+    rows = [packed(size, starts, 40, 5) for starts in ([0, 36], [0, 3, 17, 30], [0, 11, 12, 39])]
+    batch, offsets = collate(rows, "long", True), [0, 100, 9]
+    ids, device = head_rows(draft.vocab_ids, size), torch.device("cpu")
+    layouts = [lay_out(batch, [lag] * 3, offsets, 4, ids, device) for lag in range(1, 5)]
+    expected = sum(
+        0.7 ** (lag - 1) * reference_loss(target, draft, batch, [lag] * 3, offsets, 4, shares)[0]
+        for lag in range(1, 5)
+    )
+    assert isinstance(expected, Tensor)
+    expected.backward()
+    gradients = {name: weight.grad for name, weight in draft.named_parameters()}
+    draft.zero_grad()
+    outcome = Objective(target, draft, shares, lag_decay=0.7)(layouts)
+    outcome.loss.backward()
+    torch.testing.assert_close(outcome.loss, expected, rtol=1e-5, atol=1e-5)
+    for weight_name, weight in draft.named_parameters():
+        torch.testing.assert_close(weight.grad, gradients[weight_name], rtol=1e-4, atol=1e-5, msg=weight_name)
+    assert set(outcome.probes[:, 2].tolist()) == {1, 2, 3, 4}
 
 
 class Recording(DraftHead):
@@ -95,12 +120,12 @@ class Recording(DraftHead):
         return self.seen[-1]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("config", [*CONFIGS.values(), PARENTS], ids=[*CONFIGS, "parents"])
 @pytest.mark.parametrize("prompt_length", [4, 21])
 def test_training_scores_equal_those_of_decoding_for_the_same_tokens_and_lag(
-    name: str, prompt_length: int, monkeypatch: pytest.MonkeyPatch
+    config: DraftConfig, prompt_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, draft = make(CONFIGS[name])
+    target, draft = make(config)
     prompt = np.random.default_rng(3).integers(0, target.config.vocab_size, prompt_length).tolist()
     chains, propose = [], drafting.propose
 
@@ -117,11 +142,12 @@ def test_training_scores_equal_those_of_decoding_for_the_same_tokens_and_lag(
     whole = Packed(np.array(tokens), np.full(len(tokens), Role.TEXT, np.uint8), np.zeros(1, np.int32))
     rows = head_rows(draft.vocab_ids, target.config.vocab_size)
     head = DraftHead(target, draft.vocab_ids)
+    batch, objective = collate([whole], "base", False), Objective(target, draft)
+    layouts = [lay_out(batch, [lag], [0], 4, rows, torch.device("cpu")) for lag in range(1, 5)]
+    with torch.no_grad():
+        hidden = objective.draft_hidden(layouts, *objective.read(layouts[0]))
     for depth, scores in enumerate(recording.seen[:4]):
-        layout = lay_out(collate([whole], "base", False), [depth + 1], [0], 4, rows, torch.device("cpu"))
-        with torch.no_grad():
-            hidden = Objective(target, draft).draft_hidden(layout, *Objective(target, draft).read(layout))
-            trained = head(hidden)[0, len(prompt) + depth]
+        trained = head(hidden[depth])[0, len(prompt) + depth]
         torch.testing.assert_close(trained, scores[0, -1], rtol=1e-4, atol=1e-4)
 
 
@@ -132,7 +158,7 @@ def test_a_long_window_needs_no_square_mask_and_is_right() -> None:
     layout = lay_out(collate([one], "base", False), [3], [0], 4, head_rows(None, 97), torch.device("cpu"))
     with torch.no_grad():
         objective = Objective(target, draft)
-        hidden = objective.draft_hidden(layout, *objective.read(layout))
+        (hidden,) = objective.draft_hidden([layout], *objective.read(layout))
         expected, _ = document_logits(target, draft, layout.tokens[0, :60], list(range(60)), 3)
     torch.testing.assert_close(target.logits(hidden)[0, 3:60], expected[3:], rtol=1e-4, atol=1e-4)
 

@@ -20,7 +20,7 @@ from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree, ancestors
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.draft_passes import FusedDraftPass, NativeDraftPass, PlainDraftPass
-from longspec.models.layers import look_up
+from longspec.models.layers import Ops, Stream, look_up
 from longspec.models.native import ops_of
 
 if TYPE_CHECKING:
@@ -114,6 +114,8 @@ class _Drafting:
     width: int
     chain: bool
     """Whether each level is one node, so that nodes may stand in the ring itself."""
+    above: tuple[range, Tensor] | None = None
+    """The level before and the hidden states [B, n, E] of its nodes, for a draft that reads them."""
 
     def __post_init__(self) -> None:
         size, lengths = self.models.pages.size, self.rows.lengths
@@ -125,7 +127,33 @@ class _Drafting:
 
     def hidden(self, level: range, depth: int, feature: Tensor | None) -> Tensor:
         """The draft's hidden states [B, n, E] at a level's nodes."""
+        found = self._hidden(level, depth, feature)
+        if self.draft.config.use_parent:
+            self.above = level, found
+        return found
+
+    def _hidden(self, level: range, depth: int, feature: Tensor | None) -> Tensor:
         raise NotImplementedError
+
+    def _parents(self, level: range, ops: Ops) -> Tensor | None:
+        """What the hidden states of the nodes' parents add to the stream, [B, n, E]; None if nothing."""
+        if self.above is None:
+            return None
+        before, projected = self.above[0], self._projected(ops)
+        parents = self.tree[1][:, level.start : level.stop] - before.start
+        # Clamp, because while kernels are only compiled, nothing has written the parents.
+        index = parents.clamp(0, len(before) - 1)[:, :, None].expand(-1, -1, projected.shape[-1])
+        return projected.gather(1, index)
+
+    def _projected(self, ops: Ops) -> Tensor:
+        """The projected hidden states of the level before."""
+        reader = self.draft.parent_reader
+        assert reader is not None
+        assert self.above is not None
+        return ops.normed_linear(reader, self._stream(self.above[1]))[0]
+
+    def _stream(self, hidden: Tensor) -> Stream:
+        return hidden
 
     def end(self) -> None:
         """Leave the ring as if nothing had been drafted."""
@@ -152,7 +180,7 @@ class _PlainDrafting(_Drafting):
             depths = torch.arange(1, self.tree[0].shape[1], device=newest.device)
             self.taken = (rows.lengths[:, None] + depths) % ring.window
 
-    def hidden(self, level: range, depth: int, feature: Tensor | None) -> Tensor:
+    def _hidden(self, level: range, depth: int, feature: Tensor | None) -> Tensor:
         rows, ring, target = self.rows, self.ring, self.models.target
         if depth == 0:
             tokens, positions = self.tokens, self.positions
@@ -165,8 +193,10 @@ class _PlainDrafting(_Drafting):
                 # Not earlier, because the first pass may have written there.
                 self.replaced = ring.get(self.taken)
         x, pages, sees = look_up(target.table, tokens), self.models.pages, self._sees(level, depth)
-        stream = x[:, : len(level)]
+        stream, ops = x[:, : len(level)], ops_of(self.draft.ffn)
         stream = stream.clone() if feature is None else stream + feature
+        if (parents := self._parents(level, ops)) is not None:
+            stream = stream + parents
         if NativeDraftPass.covers(self.draft, pages, target.attention, len(level)):
             if entries is None:
                 entries = torch.arange(ring.window + level.start, ring.window + level.stop).expand_as(tokens)
@@ -174,7 +204,7 @@ class _PlainDrafting(_Drafting):
             return native.read(x, stream, positions, entries, sees)
         run = PlainDraftPass(
             self.draft, ring, pages, target.attention, self.plan, target.rope(positions),
-            entries, level.start, sees, len(level), ops_of(self.draft.ffn),
+            entries, level.start, sees, len(level), ops,
         )  # fmt: skip
         return self.draft.read(x, stream, run)
 
@@ -200,7 +230,12 @@ class _FusedDrafting(_Drafting):
             rows.text, rows.num_unread, rows.lengths, ring.positions, ring.window, self.tree, self.width
         )
 
-    def hidden(self, level: range, depth: int, feature: Tensor | None) -> Tensor:
+    def _stream(self, hidden: Tensor) -> Residual:
+        from longspec.kernels.norm import Residual
+
+        return Residual(hidden)
+
+    def _hidden(self, level: range, depth: int, feature: Tensor | None) -> Tensor:
         from longspec.kernels.norm import Residual
         from longspec.models.fused import FusedOps
 
@@ -224,16 +259,20 @@ class _FusedDrafting(_Drafting):
     def _embed_level(
         self, level: range, depth: int, feature: Tensor | None, ops: FusedOps
     ) -> tuple[Residual, Residual, Tensor, Tensor]:
-        """The embedded nodes of a level, the same with the feature added, their positions and entries."""
+        """The embedded nodes of a level; the same with what feature and parents add; positions; entries."""
         from longspec.kernels.embed import embed_level
 
         tokens, table = self.tree[0][:, level.start : level.stop], self.models.target.table
         lengths, first = self.rows.lengths, self.ring.window + level.start
         if isinstance(table, Tensor):
-            factor = ops.factor(self.draft.reader, tokens.numel())
-            return embed_level(tokens, table, feature, factor, (lengths, depth, first))
+            factor, above = ops.factor(self.draft.reader, tokens.numel()), None
+            if self.above is not None:
+                above = self.tree[1][:, level.start :], self.above[0].start, self._projected(ops)
+            return embed_level(tokens, table, feature, factor, (lengths, depth, first), above)
         places = torch.arange(first, first + len(level), device=lengths.device)
         entries, positions = places.repeat(len(lengths), 1), (lengths + depth)[:, None].repeat(1, len(level))
+        if (parents := self._parents(level, ops)) is not None:
+            feature = parents if feature is None else feature + parents
         return *ops.embed(tokens, table, feature, self.draft.reader), positions, entries
 
 

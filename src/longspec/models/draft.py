@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
@@ -72,6 +72,8 @@ class GlideDraft(nn.Module):
         self.qkv = Linear(E, num_qkv, config.qkv_bias)
         self.self_output = Linear(target.num_heads * D, E)
         self.feature = Linear(E, E) if config.use_feature else None
+        self.parent_norm = RMSNorm(E, target.rms_eps) if config.use_parent else None
+        self.parent = Linear(E, E) if config.use_parent else None
         # 1-D, so that Muon treats it as a vector.
         gates = config.max_lag * E if config.lag_gate else 0
         self.lag_scale = nn.Parameter(torch.ones(gates)) if gates else None
@@ -151,14 +153,26 @@ class GlideDraft(nn.Module):
         q, k = rotate(qk, *rope).split((self.num_heads, self.num_kv_heads), 2)
         return q, k, v
 
-    def forward(self, x: Tensor, feature: Tensor | None, lags: Tensor | None, run: DraftPass) -> Tensor:
-        """Hidden states [B, T, E] of embedded tokens x [B, T, E], for training.
+    def forward(self, x: Tensor, levels: Sequence[tuple[Tensor | None, Tensor, DraftPass]]) -> list[Tensor]:
+        """Hidden states [B, T, E] of embedded tokens x [B, T, E] at each level, for training.
 
-        `feature` [B, T or 1, E] is the target's final hidden state at each query's newest verified token.
-        That token is `lags`, int64 [B] or [1], positions before the query.
+        A level is a feature, lags and a pass. The feature [B, T, E] is the target's final hidden state at
+        each query's newest verified token, which is `lags`, int64 [B], positions before the query. The levels
+        of a draft that reads its parents are those of lags 1, 2, ...: a query's parent is the query of the
+        token before it, one level up.
         """
-        added = self.project_feature(feature, lags)
-        return self.read(x, x if added is None else x + added, run)
+        run = levels[0][2]
+        out = run.attend_self(self.enter(x, run.ops))  # the same at every lag
+        found: list[Tensor] = []
+        for feature, lags, run in levels:
+            added = self.project_feature(feature, lags)
+            stream = x if added is None else x + added
+            if found and self.parent_reader is not None:
+                parents = F.pad(found[-1][:, :-1], (0, 0, 1, 0))
+                stream = stream + run.ops.normed_linear(self.parent_reader, parents)[0]
+            queries, stream = self.query(stream, out, run.ops)
+            found.append(self.finish(stream, run.attend_cross(queries), run.ops))
+        return found
 
     def read(self, x: Stream, stream: Stream, run: DraftPass) -> Tensor:
         """Hidden states [B, T, E] for the head.
@@ -188,6 +202,11 @@ class GlideDraft(nn.Module):
     def reader(self) -> Reader:
         """The norm and projection that read the embedded tokens."""
         return self.self_norm, self.qkv
+
+    @property
+    def parent_reader(self) -> Reader | None:
+        """The norm and projection that read a parent's hidden state; None if the draft does not use it."""
+        return None if self.parent_norm is None or self.parent is None else (self.parent_norm, self.parent)
 
     def project_feature(self, feature: Tensor | None, lags: Tensor | None = None) -> Tensor | None:
         """What the target's hidden state [B, T or 1, E] adds to the stream; None if the draft does not use

@@ -111,6 +111,9 @@ def published_names(config: DraftConfig) -> Iterator[tuple[str, tuple[str, ...]]
     yield "ffn_norm.weight", ("post_cross_attention_layernorm.weight",)
     if config.use_feature:
         yield "feature.weight", ("feature_proj.weight",)
+    if config.use_parent:
+        yield "parent_norm.weight", ("parent_norm.weight",)
+        yield "parent.weight", ("parent_proj.weight",)
     if config.lag_gate:
         yield "lag_scale", ("lag_scale",)
         yield "lag_shift", ("lag_shift",)

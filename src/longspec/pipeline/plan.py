@@ -178,6 +178,7 @@ def make_plan(
         final_norm=True,
         draft_vocab=min(_VOCABULARY, config.vocab_size),
         lag_gate=True,
+        use_parent=True,
     )
     planner = _Planner(target, config, device, draft, has_template, from_draft is not None)
     if tokens is None:
@@ -359,6 +360,7 @@ class _Planner:
         """Tokens per second: the target reads, the draft learns, both heads score."""
         scores = 6 * self._config.hidden_size * (self._draft.draft_vocab or self._config.vocab_size)
         learning = 6 * self._draft.num_parameters(self._config) + scores
+        learning *= self._draft.max_lag if self._draft.use_parent else 1
         return _TRAINING[self._device.type] / (self._reading(1, length / 2) + learning / self._device.flops)
 
     def _num_prompts(self, written: WrittenPlan) -> int:

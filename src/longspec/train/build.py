@@ -123,4 +123,11 @@ def _draws(stage: StageSettings, draft: DraftConfig, max_length: int) -> Draws:
     offset = room if stage.max_offset < 0 else stage.max_offset
     if stage.lags > draft.max_lag:
         raise UserError(f"stage.lags is {stage.lags} and the draft has {draft.max_lag} (draft.max_lag)")
-    return Draws(draft.max_lag, draft.window, stage.num_sinks, offset, stage.lags, stage.lag_decay)
+    if draft.use_parent and stage.lags > 1:
+        raise UserError(
+            f"stage.lags is {stage.lags}, and a draft with use_parent learns all lags of a sequence: set "
+            "stage.lags=1"
+        )
+    return Draws(
+        draft.max_lag, draft.window, stage.num_sinks, offset, stage.lags, stage.lag_decay, draft.use_parent
+    )

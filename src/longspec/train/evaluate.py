@@ -133,10 +133,13 @@ def answer_scores(
     device = next(draft.parameters()).device
     rows = head_rows(draft.vocab_ids, target.config.vocab_size)
     batch, answer = collate([whole], "base", False), slice(len(text.prompt), -1)
-    layouts = [lay_out(batch, [lag], [0], 0, rows, device) for lag in lags]
+    # A parent is one lag below its child, so all lags up to the largest are needed.
+    lags = list(lags)
+    layouts = [lay_out(batch, [lag], [0], 0, rows, device) for lag in range(1, max(lags) + 1)]
     hidden, kv = objective.read(layouts[0])  # the target's pass does not depend on the lag
     with objective.gather([target.embedding, target.head.weight]):
         head = objective.head()
         own = score(hidden[0, answer], head)
-        for layout in layouts:
-            yield own, score(objective.draft_hidden(layout, hidden, kv)[0, answer], head)
+        drafted = objective.draft_hidden(layouts, hidden, kv)
+        for lag in lags:
+            yield own, score(drafted[lag - 1][0, answer], head)

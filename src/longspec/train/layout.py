@@ -35,6 +35,8 @@ class Draws:
     """Lags per sample, spread evenly over the range."""
     lag_decay: float = 1.0
     """How often a lag is drawn, relative to the lag below it."""
+    all_lags: bool = False
+    """Whether each sample has all lags, 1 to `max_lag`, instead of some that it draws."""
 
     def lags_and_offset(self, seed: int, sample: int) -> tuple[tuple[int, ...], int]:
         """The draws of one sample, by its number in the run."""
@@ -46,6 +48,8 @@ class Draws:
         steps = (number * self.max_lag // self.num_lags for number in range(self.num_lags))
         offset = int(chance.integers(0, self.max_offset + 1))
         lags = tuple((first + step) % self.max_lag + 1 for step in steps)
+        if self.all_lags:
+            lags = tuple(range(1, self.max_lag + 1))
         return lags, offset if offset >= self.window else 0
 
 

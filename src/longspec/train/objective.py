@@ -6,7 +6,7 @@ cross layers and its final hidden states, shifted by the lag of each row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -82,7 +82,7 @@ class Outcome:
     """Summed over the queries that count; it has the gradient."""
     probes: Tensor
     """[R, 3] fp32, for some queries: whether the draft's best token is the target's, the target's own
-    cross-entropy, and the row."""
+    cross-entropy, and the lag."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,11 @@ class Objective:
     draft: GlideDraft
     """The weights; `run_draft` runs it."""
     shares: LossShares = CROSS_ENTROPY
+    lag_decay: float = 1.0
+    """The weight of a lag's loss, relative to the lag below it, where lags are learnt together."""
     run_target: Callable[..., Tensor] | None = None
     """The target, if something wraps it."""
-    run_draft: Callable[..., Tensor] | None = None
+    run_draft: Callable[..., list[Tensor]] | None = None
     gather: Gather = lambda weights: nullcontext()
     whole: Callable[[Tensor], Tensor] = lambda heads: heads
     chunk: Chunk = one_chunk
@@ -109,27 +111,42 @@ class Objective:
             hidden = (self.run_target or self.target)(layout.tokens, run)
         return hidden, [run.kept[layer] for layer in layers]
 
-    def draft_hidden(self, layout: Layout, hidden: Tensor, kv: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """The draft's hidden states [B, T, E] at every query."""
-        rows = torch.arange(len(layout.tokens), device=layout.tokens.device)[:, None]
+    def draft_hidden(
+        self, layouts: Sequence[Layout], hidden: Tensor, kv: list[tuple[Tensor, Tensor]]
+    ) -> list[Tensor]:
+        """The draft's hidden states [B, T, E] at every query, for layouts of one batch that differ in their
+        lags. For a draft that reads its parents, they are those of lags 1, 2, ..."""
+        tokens, rope = layouts[0].tokens, self._rope(layouts[0])
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
 
-        def shift(values: Tensor) -> Tensor:
-            return values[rows, layout.source]
+        def level(layout: Layout) -> tuple[Tensor | None, Tensor, LaggedPass]:
+            def shift(values: Tensor) -> Tensor:
+                return values[rows, layout.source]
 
-        feature = shift(hidden) * layout.sees[:, :, None] if self.draft.config.use_feature else None
-        shifted = [(shift(k), shift(v)) for k, v in kv]
-        run = LaggedPass(self.draft, layout, self._rope(layout), shifted)
-        x = F.embedding(layout.tokens, self.target.embedding)
-        return (self.run_draft or self.draft)(x, feature, layout.lags, run)
+            feature = shift(hidden) * layout.sees[:, :, None] if self.draft.config.use_feature else None
+            run = LaggedPass(self.draft, layout, rope, [(shift(k), shift(v)) for k, v in kv])
+            return feature, layout.lags, run
 
-    def __call__(self, layout: Layout, read: Read | None = None) -> Outcome:
-        """The loss of one batch. `read` saves the target's pass, if another lag has done it already."""
-        hidden, kv = read or self.read(layout)
+        x = F.embedding(tokens, self.target.embedding)
+        return (self.run_draft or self.draft)(x, [level(layout) for layout in layouts])
+
+    def __call__(self, layouts: Sequence[Layout], read: Read | None = None) -> Outcome:
+        """The loss of one batch, with layouts as in `draft_hidden`. `read` saves the target's pass, if other
+        lags have done it already."""
+        hidden, kv = read or self.read(layouts[0])
+        total, probes = hidden.new_zeros((), dtype=torch.float32), []
         with self.gather([self.target.embedding, self.target.head.weight]):
-            drafted = self.draft_hidden(layout, hidden, kv).flatten(0, 1)[layout.queries]
-            teacher = hidden.flatten(0, 1)[layout.queries]
-            loss = head_loss(drafted, self.head(), layout.labels, teacher, self.shares, self.chunk)
-            return Outcome(loss, self._probe(layout, drafted, teacher))
+            drafted = self.draft_hidden(layouts, hidden, kv)
+            for layout, weight, states in zip(layouts, self.weights(len(layouts)), drafted, strict=True):
+                asked, teacher = (one.flatten(0, 1)[layout.queries] for one in (states, hidden))
+                loss = head_loss(asked, self.head(), layout.labels, teacher, self.shares, self.chunk)
+                total = total + weight * loss
+                probes.append(self._probe(layout, asked, teacher))
+        return Outcome(total, torch.cat(probes))
+
+    def weights(self, num_lags: int) -> list[float]:
+        """How much the loss counts at each of the lags that are learnt together."""
+        return [self.lag_decay**place for place in range(num_lags)]
 
     def _rope(self, layout: Layout) -> Rope:
         # Do not call the module: ZeRO-3 would take the call for a step of the target's pass out of order, and
@@ -152,4 +169,4 @@ class Objective:
         right = best == scores.argmax(-1)
         own_loss = F.cross_entropy(scores, labels, reduction="none")
         rows = layout.queries[some] // layout.tokens.shape[1]
-        return torch.stack((right.float(), own_loss, rows.float()), 1)
+        return torch.stack((right.float(), own_loss, layout.lags[rows].float()), 1)

@@ -44,6 +44,8 @@ class DraftSettings:
     """The width of its feed-forward; 0 is the target's."""
     lag_gate: bool = False
     """Whether what the hidden state adds is scaled and shifted by vectors for each lag."""
+    use_parent: bool = False
+    """Whether a node also reads the draft's hidden state at its parent."""
 
 
 @dataclass

@@ -28,7 +28,7 @@ from longspec.train.engine import Processes, TrainingEngine, join, local_device,
 from longspec.train.layout import Layout, head_rows, lay_out
 from longspec.train.losses import LossShares, one_chunk
 from longspec.train.memory import fitting_micro_batch
-from longspec.train.objective import Objective, Outcome
+from longspec.train.objective import Objective
 from longspec.train.report import Logger, make_loggers, training_bar
 from longspec.train.samples import Order
 from longspec.train.schema import RunSettings, StageSettings, TrainSettings
@@ -144,6 +144,7 @@ class Trainer:
             target,
             draft,
             LossShares(self.stage.soft, self.stage.overlap),
+            self.stage.lag_decay,
             self.engine.run_target,
             self.engine.draft,
             self.engine.gather,
@@ -224,8 +225,9 @@ class Trainer:
             self.acceptance = as_record(state.acceptance, evaluate.Acceptance, checkpoint)
         return state.step
 
-    def _load(self, step: int) -> list[list[Layout]]:
-        """This process's micro-batches of a step, each laid out once for every lag."""
+    def _load(self, step: int) -> list[list[list[Layout]]]:
+        """This process's micro-batches of a step, each laid out once for every lag, in groups of lags that
+        are learnt together."""
         stage, per_step = self.stage, self.per_step
         layouts = []
         for micro in range(stage.accumulation):
@@ -238,43 +240,43 @@ class Trainer:
             sequences = [self.parts.mixture[self.order.index(sample)] for sample in samples]
             of_rows, offsets = zip(*drawn, strict=True)
             batch = collate(sequences, stage.collator, stage.mask_prompt)
-            layouts.append(
-                [
-                    lay_out(batch, lags, offsets, stage.num_sinks, self.rows, self.device)
-                    for lags in zip(*of_rows, strict=True)
-                ]
-            )
+            by_lag = [
+                lay_out(batch, lags, offsets, stage.num_sinks, self.rows, self.device)
+                for lags in zip(*of_rows, strict=True)
+            ]
+            layouts.append([by_lag] if self.parts.draws.all_lags else [[one] for one in by_lag])
         return layouts
 
     def _step(
-        self, step: int, waiting: Future[list[list[Layout]]], loader: ThreadPoolExecutor
-    ) -> Future[list[list[Layout]]] | None:
+        self, step: int, waiting: Future[list[list[list[Layout]]]], loader: ThreadPoolExecutor
+    ) -> Future[list[list[list[Layout]]]] | None:
         """One optimizer step, during which the batches of the next step are loaded."""
         micro_batches = waiting.result()
         following = loader.submit(self._load, step + 1) if step + 1 < self.num_steps else None
-        counts = [len(layout.labels) for layouts in micro_batches for layout in layouts]
+        counts = [self._count(group) for groups in micro_batches for group in groups]
         num_queries = max(1.0, float(self.engine.sum(torch.tensor(float(sum(counts)), dtype=torch.float64))))
         # DeepSpeed averages over backward passes and processes; the loss is the mean over all queries.
         scale = len(counts) * self.processes.data_size / num_queries
         passed = self._time_passed(self.settings.saving.stage_seconds)
         progress = max(step, min(int(passed * self.num_steps), self.num_steps - 1))
         self.rate = learning_rate(self.stage, progress, self.num_steps)
-        for layouts in micro_batches:
-            read = self.objective.read(layouts[0])  # the target's pass does not depend on the lag
-            self.sums.num_tokens += layouts[0].tokens.numel() * self.processes.data_size
-            for layout in layouts:
-                outcome = self.objective(layout, read)
+        for groups in micro_batches:
+            first = groups[0][0]
+            read = self.objective.read(first)  # the target's pass does not depend on the lag
+            self.sums.num_tokens += first.tokens.numel() * self.processes.data_size
+            for group in groups:
+                outcome = self.objective(group, read)
                 self.engine.backward(outcome.loss * scale)
                 self.engine.step(self.rate)
-                self._note(layout, outcome)
+                self.sums.loss.append(outcome.loss.detach())
+                self.sums.probes.append(outcome.probes)
         self.sums.num_queries += num_queries
         return following
 
-    def _note(self, layout: Layout, outcome: Outcome) -> None:
-        probes = outcome.probes.clone()
-        probes[:, 2] = layout.lags[probes[:, 2].long()]
-        self.sums.loss.append(outcome.loss.detach())
-        self.sums.probes.append(probes)
+    def _count(self, group: list[Layout]) -> float:
+        """The queries of lags that are learnt together, each as much as its loss counts."""
+        weights = self.objective.weights(len(group))
+        return sum(weight * len(layout.labels) for weight, layout in zip(weights, group, strict=True))
 
     def _log(self, step: int, loggers: list[Logger], update: Callable[..., None]) -> None:
         sums, self.sums = self.sums, _Sums()

@@ -83,11 +83,15 @@ def draft_chain(parts: Parts, roots: Roots, num_tokens: int, cross: CrossAttenti
     goals = torch.where(back < roots.num_unread[:, None], roots.rows[:, None], parts.ring.dump_row)
     features = parts.draft.features(roots.feature[:, None], num_tokens)
     found: list[Tensor] = []
+    hidden: Tensor | None = None
     for feature in features:
         run = _RingPass(parts, roots.rows, goals, positions, parts.rope(positions), cross)
         x = parts.embed(tokens)
         stream = x[:, :1] if feature is None else x[:, :1] + feature
-        found.append(parts.choose(parts.draft.read(x, stream, run)[:, 0]))
+        if hidden is not None and parts.draft.parent_reader is not None:
+            stream = stream + run.ops.normed_linear(parts.draft.parent_reader, hidden)[0]
+        hidden = parts.draft.read(x, stream, run)
+        found.append(parts.choose(hidden[:, 0]))
         tokens, goals = found[-1][:, None], roots.rows[:, None]
         positions = roots.positions[:, None] + len(found)
     return torch.stack(found, 1)

@@ -116,12 +116,6 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
 
-def spread_layers(num_layers: int) -> tuple[int, ...]:
-    """Five layers for a draft to read, spread over the target's last four fifths; all of a small one."""
-    step = max(1, round(num_layers / 6))
-    return tuple(layer for layer in range(num_layers - 1 - 4 * step, num_layers, step) if layer >= 0)
-
-
 # The sizes that the ranks divide among themselves: the name in a Hugging Face config, and ours.
 _DIVIDED = {
     "num_key_value_heads": "num_kv_heads",

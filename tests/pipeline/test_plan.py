@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from longspec.config import DraftConfig, ModelConfig, spread_layers
+from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError
+from longspec.pipeline.card import plan_text
 from longspec.pipeline.plan import DeviceFacts, Plan, make_plan
 
 SMOLLM2 = ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, tied_head=True)
@@ -22,16 +23,16 @@ def lengths(plan: Plan) -> list[int]:
 
 
 def test_the_recipe_follows_the_target() -> None:
-    assert spread_layers(30) == (9, 14, 19, 24, 29), "as the draft that ships"
-    assert spread_layers(24) == (7, 11, 15, 19, 23)
-    assert spread_layers(2) == (0, 1)
     for config, longest in ((SMOLLM2, 8192), (QWEN, 32768), (LLAMA, 131072)):
         plan = make_plan("x", config, H200, seconds=8 * 3600)
         assert plan == make_plan("x", config, H200, seconds=8 * 3600), "nothing but the arguments decides"
         assert lengths(plan) == [1024, longest], "the long stage covers the whole context"
-        assert tuple(plan.cross_layers) == spread_layers(config.num_layers)
+        assert (plan.num_cross_layers, plan.cross_layers) == (5, None), "the target's weights decide which"
+        assert "reads the KV of 5 layers, chosen by measurement" in plan_text(plan)
         assert [stage.batch * stage.seq_length for stage in plan.stages] == [16384, max(65536, longest)]
         assert plan.memory < H200.free_memory
+    few = make_plan("x", replace(SMOLLM2, num_layers=2), H200, tokens=10**6)
+    assert few.num_cross_layers == 2, "all that there are"
     # Less memory: fewer sequences at a time, and where one does not fit, shorter ones.
     small = replace(H200, free_memory=32 * 10**9)
     plan = make_plan("x", LLAMA, small, seconds=8 * 3600)
@@ -70,4 +71,5 @@ def test_a_target_without_a_template_continues_and_a_draft_goes_on() -> None:
     published = DraftConfig()
     again = make_plan("x", QWEN, H200, tokens=10**8, from_draft=published)
     assert (again.cross_layers, again.max_lag) == ([23], published.max_lag)
+    assert "reads the KV of layers 23; lags" in plan_text(again)
     assert again.stages[0].lr < plan.stages[0].lr

@@ -186,11 +186,13 @@ def test_it_learns_and_what_it_measures_is_what_decoding_does(
     from longspec.cli.main import main
 
     # Small weights make a target that falls into loops, of which a draft soon learns some.
-    target_folder = make_target(tmp_path / "target", home / "target", initializer_range=0.05)
+    shape = {"initializer_range": 0.05, "num_hidden_layers": 7}
+    target_folder = make_target(tmp_path / "target", home / "target", **shape)
     more = [
         f"target.path={target_folder}",
         "stage.num_steps=40",
         "stage.lr=5e-3",
+        "draft.cross_layers=[]",
         "draft.use_feature=true",
         "draft.lag_gate=true",
         "draft.draft_vocab=100",
@@ -226,7 +228,12 @@ def test_it_learns_and_what_it_measures_is_what_decoding_does(
     published = tmp_path / "draft" / "draft_model_weights.pth"
     assert "self_attn.q_proj.weight" in torch.load(published, weights_only=True)
     target: Transformer = model.target
-    assert load_draft(tmp_path / "draft", target, "tiny").acceptance["chain"] == measured["eval_acceptance"]
+    loaded = load_draft(tmp_path / "draft", target, "tiny")
+    assert loaded.acceptance["chain"] == measured["eval_acceptance"]
+    layers = loaded.draft.config.cross_layers
+    assert len(layers) == 5, "measured, because none are given"
+    assert layers == tuple(range(layers[0], layers[0] + 5)), "evenly spaced; 7 layers have room for no gaps"
+    assert 0 <= layers[0] <= 2
 
 
 @pytest.mark.full
@@ -302,7 +309,7 @@ def test_the_stages_of_the_shipped_draft(
     assert [stage["stage"]["max_offset"] for stage in stages] == [-1, 0, 0]
     assert all(stage["compile"] and stage["stage"]["lags"] == 3 for stage in stages)
     assert [stage["stage"]["mask_prompt"] for stage in stages] == [True, True, False]
-    assert all(stage["draft"]["cross_layers"] == [9, 14, 19, 24, 29] for stage in stages)
+    assert all(stage["draft"]["cross_layers"] == [] for stage in stages), "chosen by measurement"
     assert [stage["draft"]["path"] for stage in stages] == [
         *(None, "outputs/smollm2_gpu/base", "outputs/smollm2_gpu/long")
     ]
@@ -419,6 +426,17 @@ def test_the_defaults_follow_target_data_and_memory(home: Path, tmp_path: Path) 
         kept = mixture.frequent(size, [], vocabulary)
         assert np.isin(written, kept).mean() >= share
         assert np.isin(written, kept[: size - 1024]).mean() < share
+
+
+def test_a_resumed_run_keeps_the_layers_that_it_chose(home: Path, unbroken: Path) -> None:
+    from omegaconf import OmegaConf
+
+    from longspec.train.build import build
+    from longspec.train.command import compose_config
+
+    wanted = compose_config([*settings(home, "unbroken"), "draft.cross_layers=[]", "resume=latest"])
+    parts = build(OmegaConf.to_object(wanted), torch.device("cpu"), False)  # type: ignore[arg-type]
+    assert parts.pair.draft.config.cross_layers == (-1,), "not the three that measuring gives"
 
 
 def test_published_experiments_compose() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike, fspath
 
@@ -31,7 +32,7 @@ class Pair:
 def load_pair(
     target: str,
     draft: str | PathLike[str] | None,
-    draft_config: DraftConfig | None,
+    draft_config: DraftConfig | Callable[[Transformer], DraftConfig] | None,
     device: torch.device,
     dtype: torch.dtype,
     *,
@@ -40,14 +41,16 @@ def load_pair(
 ) -> Pair:
     """Load a target, with the draft of that name or path, or with a fresh one from `draft_config` and `seed`.
 
-    `config` replaces the target's own config file.
+    A `draft_config` that depends on the target's weights is a function of the loaded target. `config`
+    replaces the target's own config file.
     """
     folder = hub.resolve(target).folder
     config = config or read_config(folder)
     with WeightFiles(folder) as weights:
         model = load_target(config, weights.tensor, device, dtype, packed=False)
     if draft is None:
-        made = GlideDraft(config, draft_config or DraftConfig())
+        shape = draft_config(model) if callable(draft_config) else draft_config or DraftConfig()
+        made = GlideDraft(config, shape)
         made.initialise(None if seed is None else torch.Generator().manual_seed(seed))
         made.to(device=device, dtype=dtype)
     else:

@@ -23,7 +23,9 @@ def duration(seconds: float) -> str:
 def plan_text(plan: Plan) -> str:
     device = plan.device
     writes = "answers prompts" if plan.has_template else "continues texts, because it has no chat template"
-    layers = ", ".join(map(str, plan.cross_layers))
+    layers = f"the KV of {plan.num_cross_layers} layers, chosen by measurement"
+    if plan.cross_layers is not None:
+        layers = f"the KV of layers {', '.join(map(str, plan.cross_layers))}"
     lines = [
         f"Plan of a draft for {plan.target} on {device.name} ({gigabytes(device.free_memory)} free)",
         "",
@@ -34,7 +36,7 @@ def plan_text(plan: Plan) -> str:
             for one in plan.written
         ),
         "",
-        f"The draft has {plan.draft_parameters / 1e6:,.1f} million parameters and reads layers {layers}; "
+        f"The draft has {plan.draft_parameters / 1e6:,.1f} million parameters and reads {layers}; "
         f"lags 1 to {plan.max_lag}, window {plan.window}, vocabulary for 99.8% of the written tokens",
         *(
             f"  stage {stage.name:9} {stage.tokens:>13,} tokens in {stage.steps:,} steps of {stage.batch} x "

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from longspec.config import DraftConfig, ModelConfig, spread_layers
+from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError
+from longspec.models.induction import NUM_CROSS_LAYERS
 from longspec.train.memory import fitting_micro_batch, state_bytes, working_bytes
 
 TEMPERATURES = (0.0, 0.3, 0.7)
@@ -106,7 +107,10 @@ class Plan:
     device: DeviceFacts
     written: list[WrittenPlan]
     stages: list[StagePlan]
-    cross_layers: list[int]
+    num_cross_layers: int
+    """How many of the target's layers the draft reads."""
+    cross_layers: list[int] | None
+    """Which ones, if a draft is trained on; for a new draft, training chooses them by measurement."""
     max_lag: int
     window: int
     draft_parameters: int
@@ -172,7 +176,7 @@ def make_plan(
     """The plan for a time or for a number of tokens."""
     draft = from_draft or DraftConfig(
         max_lag=6,
-        cross_layers=spread_layers(config.num_layers),
+        cross_layers=tuple(range(min(NUM_CROSS_LAYERS, config.num_layers))),  # only their number counts here
         use_feature=True,
         qkv_bias=False,
         final_norm=True,
@@ -240,7 +244,7 @@ class _Planner:
         stages = [self._stage("base", written, short)]
         if long is not None:
             stages.append(self._stage("long", written, long))
-        parameters = self._draft.num_parameters(self._config)
+        layers, parameters = self._draft.layers_of(self._config), self._draft.num_parameters(self._config)
         used = sum(one.seconds for one in written) + sum(stage.seconds for stage in stages)
         by_name = {one.name: one for one in written}
         prompts = {
@@ -255,7 +259,8 @@ class _Planner:
             device=self._device,
             written=written,
             stages=stages,
-            cross_layers=list(self._draft.layers_of(self._config)),
+            num_cross_layers=len(layers),
+            cross_layers=list(layers) if self._continues else None,
             max_lag=self._draft.max_lag,
             window=self._draft.window,
             draft_parameters=parameters,

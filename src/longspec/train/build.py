@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
+from pathlib import Path
 
 import torch
 
 from longspec import hub
-from longspec.config import DraftConfig, spread_layers
+from longspec.config import DraftConfig
 from longspec.data.shards import tokenizer_fingerprint
 from longspec.errors import UserError, shown
-from longspec.models.files import read_config
+from longspec.models.draft_files import read_draft_config
+from longspec.models.induction import copying_layers, induction_scores
 from longspec.models.pair import Pair, load_pair
 from longspec.models.placement import pick_dtype
+from longspec.models.target import Transformer
 from longspec.prompts import PromptEncoder
-from longspec.train.checkpoints import draft_of
+from longspec.train.checkpoints import draft_of, newest
 from longspec.train.layout import Draws
 from longspec.train.samples import Mixture
 from longspec.train.schema import StageSettings, TrainSettings
@@ -53,26 +57,37 @@ def build(settings: TrainSettings, device: torch.device, partitioned: bool) -> P
     mixture = Mixture(settings.data.train, settings.stage.seq_length)
     _check(settings, mixture)
     load_device = torch.device("cpu") if partitioned else device
-    shape = asdict(settings.draft)
-    path = shape.pop("path")
-    folder = hub.resolve(settings.target.path).folder
-    if not shape["cross_layers"]:
-        shape["cross_layers"] = spread_layers(read_config(folder).num_layers)
-    if shape["draft_vocab"] < 0:  # a draft that goes on has its own
-        shape["draft_vocab"] = mixture.covering_size(_COVERAGE) if path is None else 0
     dtype = pick_dtype(settings.target.dtype, load_device)
-    start = None if path is None else draft_of(path)
-    pair = load_pair(
-        settings.target.path, start, DraftConfig(**shape), load_device, dtype, seed=settings.seed
-    )
+    path = settings.draft.path
+    start, shape = (None, _new_draft(settings, mixture)) if path is None else (draft_of(path), None)
+    pair = load_pair(settings.target.path, start, shape, load_device, dtype, seed=settings.seed)
     config, draft = pair.target.config, pair.draft
-    tokenizer = PromptEncoder(folder).tokenizer
+    tokenizer = PromptEncoder(hub.resolve(settings.target.path).folder).tokenizer
     mixture.check(config.vocab_size, tokenizer_fingerprint(tokenizer), settings.target.path)
-    if draft.vocab_ids is not None and settings.draft.path is None:
+    if draft.vocab_ids is not None and path is None:
         ids = mixture.frequent(len(draft.vocab_ids), sorted(pair.eos_ids), config.vocab_size)
         draft.vocab_ids.copy_(torch.from_numpy(ids))
     draft.to(device)
     return Parts(pair, mixture, _draws(settings.stage, draft.config, config.max_length))
+
+
+def _new_draft(
+    settings: TrainSettings, mixture: Mixture
+) -> DraftConfig | Callable[[Transformer], DraftConfig]:
+    """The shape of a new draft. If the settings name no layers for it to read, the target decides."""
+    shape = asdict(settings.draft)
+    del shape["path"]
+    if shape["draft_vocab"] < 0:
+        shape["draft_vocab"] = mixture.covering_size(_COVERAGE)
+    if shape["cross_layers"]:
+        return DraftConfig(**shape)
+    del shape["cross_layers"]
+    rest = DraftConfig(**shape)  # now, so that bad values are refused before the target is loaded
+    checkpoint = newest(Path(settings.run)) if settings.resume == "latest" else None
+    if checkpoint is not None:
+        # Not measured again: another device rounds differently, and might choose other layers.
+        return replace(rest, cross_layers=read_draft_config(checkpoint / "draft").cross_layers)
+    return lambda target: replace(rest, cross_layers=copying_layers(induction_scores(target)))
 
 
 def _check(settings: TrainSettings, mixture: Mixture) -> None:

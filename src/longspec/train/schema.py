@@ -33,7 +33,7 @@ class DraftSettings:
     window: int = 512
     max_lag: int = 8
     cross_layers: list[int] = field(default_factory=lambda: [-1])
-    """The target's layers whose KV it reads; none is five layers, spread over the target."""
+    """The target's layers whose KV it reads; none is five layers, chosen by measurement."""
     use_feature: bool = False
     qkv_bias: bool = True
     final_norm: bool = False

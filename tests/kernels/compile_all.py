@@ -236,7 +236,9 @@ def call_rounds(N: int, V: int = 49152, window: int = 512) -> None:
     tree_sees(parents, 5, lengths, tables, PAGE)
     level = (lengths, 2, window + 1)
     embed_level(parents, halves(V, 576), halves(1, 1, 576), halves(576), level)
-    embed_level(parents, halves(V, 576), halves(1, 1, 576), halves(576), level, (parents, 1, halves(1, N, 576)))
+    embed_level(
+        parents, halves(V, 576), halves(1, 1, 576), halves(576), level, (parents, 1, halves(1, N, 576))
+    )
     ring, held = halves(1, 3, window + N + 1, 64), numbers(1, window + N + 1)
     masked(halves(1, 8, 9, 64), ring, ring, Nodes(held, window, lengths, parents, 1, 2))
     masked(halves(1, 1, 1, 64), ring[:, :1], ring[:, :1], Nodes(held, window, lengths, parents, 0, 0))

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError, reason_of
@@ -164,15 +165,33 @@ class GlideDraft(nn.Module):
         run = levels[0][2]
         out = run.attend_self(self.enter(x, run.ops))  # the same at every lag
         found: list[Tensor] = []
-        for feature, lags, run in levels:
-            added = self.project_feature(feature, lags)
-            stream = x if added is None else x + added
-            if found and self.parent_reader is not None:
-                parents = F.pad(found[-1][:, :-1], (0, 0, 1, 0))
-                stream = stream + run.ops.normed_linear(self.parent_reader, parents)[0]
-            queries, stream = self.query(stream, out, run.ops)
-            found.append(self.finish(stream, run.attend_cross(queries), run.ops))
+        for level in levels:
+            given = (x, out, found[-1] if found else None, *level)
+            if len(levels) == 1 or not torch.is_grad_enabled():
+                found.append(self._level(*given))
+            else:
+                # Each level is computed again in the backward pass, so that the memory is that of one level.
+                again: Tensor = checkpoint(self._level, *given, use_reentrant=False, preserve_rng_state=False)
+                found.append(again)
         return found
+
+    def _level(
+        self,
+        x: Tensor,
+        out: Tensor,
+        above: Tensor | None,
+        feature: Tensor | None,
+        lags: Tensor,
+        run: DraftPass,
+    ) -> Tensor:
+        """Hidden states at one level; `out` is self-attention's result, `above` those of the level above."""
+        added = self.project_feature(feature, lags)
+        stream = x if added is None else x + added
+        if above is not None and self.parent_reader is not None:
+            parents = F.pad(above[:, :-1], (0, 0, 1, 0))
+            stream = stream + run.ops.normed_linear(self.parent_reader, parents)[0]
+        queries, stream = self.query(stream, out, run.ops)
+        return self.finish(stream, run.attend_cross(queries), run.ops)
 
     def read(self, x: Stream, stream: Stream, run: DraftPass) -> Tensor:
         """Hidden states [B, T, E] for the head.

@@ -27,7 +27,7 @@ _RATES = {"base": 1e-3, "long": 5e-4}
 # The learning rate of the first stage, if it starts from another draft.
 _RATE_FROM_DRAFT = 5e-4
 # The share of the device's speed that writing and training reach.
-_WRITING, _TRAINING = {"cuda": 0.2, "cpu": 0.25}, {"cuda": 0.28, "cpu": 0.6}
+_WRITING, _TRAINING = {"cuda": 0.2, "cpu": 0.25}, {"cuda": 0.18, "cpu": 0.6}
 # Seconds that a turn of the engine and a micro-batch take on the host, for any target.
 _TURN, _PASS = {"cuda": 2e-3, "cpu": 1e-2}, {"cuda": 2e-2, "cpu": 5e-2}
 # Bytes that are read and written for each score while a token is chosen.

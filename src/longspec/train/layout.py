@@ -79,6 +79,11 @@ class Layout:
     lags: Tensor
     """[B]: the lag of each row."""
 
+    def shift(self, values: Tensor) -> Tensor:
+        """For each query, what `values` [B, T, ...] has at the newest target token that it sees."""
+        rows = torch.arange(len(self.source), device=self.source.device)[:, None]
+        return values[rows, self.source]
+
 
 def head_rows(vocab_ids: Tensor | None, vocab_size: int) -> NDArray[np.int64]:
     """The row of the draft's head for each token of the vocabulary; -1 if it has none."""

@@ -27,7 +27,8 @@ def working_bytes(
     num_cross, heads = len(draft.layers_of(target)), target.num_heads * target.head_dim
     kept = target.hidden_size + 2 * num_cross * target.num_kv_heads * target.head_dim
     layer = 3 * draft.ffn_size(target) + 6 * target.hidden_size + 2 * (1 + num_cross) * heads
-    layer *= draft.max_lag if draft.use_parent else 1
+    if draft.use_parent:  # of each lag, its feature and its hidden state are kept
+        kept += 2 * draft.max_lag * target.hidden_size
     scores = 4 * num_tokens * (draft.draft_vocab or target.vocab_size)
     return num_tokens * (kept + 2 * layer) * itemsize + _CHUNKS * min(scores, CHUNK_BYTES[device_type])
 

@@ -56,8 +56,8 @@ class LaggedPass:
     draft: GlideDraft
     layout: Layout
     rope: Rope
-    shifted: list[tuple[Tensor, Tensor]]
-    """Keys and values [B, T, K, D] of each cross layer; index t holds the last entry that query t sees."""
+    kv: list[tuple[Tensor, Tensor]]
+    """Keys and values [B, T, K, D] of each cross layer."""
     ops: Ops = PLAIN
 
     def attend_self(self, qkv: Tensor) -> Tensor:
@@ -68,8 +68,8 @@ class LaggedPass:
         """Zero for a query that sees no target token."""
         heads = rotate(queries.unflatten(-1, (-1, self.draft.head_dim)), *self.rope)
         outs = [
-            attend_packed(q, *pair, self.layout.lagged)
-            for q, pair in zip(heads.chunk(len(self.shifted), 2), self.shifted, strict=True)
+            attend_packed(q, self.layout.shift(k), self.layout.shift(v), self.layout.lagged)
+            for q, (k, v) in zip(heads.chunk(len(self.kv), 2), self.kv, strict=True)
         ]
         return (torch.cat(outs, 2) * self.layout.sees[:, :, None, None]).flatten(2)
 
@@ -116,19 +116,17 @@ class Objective:
     ) -> list[Tensor]:
         """The draft's hidden states [B, T, E] at every query, for layouts of one batch that differ in their
         lags. For a draft that reads its parents, they are those of lags 1, 2, ..."""
-        tokens, rope = layouts[0].tokens, self._rope(layouts[0])
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-
-        def level(layout: Layout) -> tuple[Tensor | None, Tensor, LaggedPass]:
-            def shift(values: Tensor) -> Tensor:
-                return values[rows, layout.source]
-
-            feature = shift(hidden) * layout.sees[:, :, None] if self.draft.config.use_feature else None
-            run = LaggedPass(self.draft, layout, rope, [(shift(k), shift(v)) for k, v in kv])
-            return feature, layout.lags, run
-
-        x = F.embedding(tokens, self.target.embedding)
-        return (self.run_draft or self.draft)(x, [level(layout) for layout in layouts])
+        rope, uses_feature = self._rope(layouts[0]), self.draft.config.use_feature
+        levels = [
+            (
+                layout.shift(hidden) * layout.sees[:, :, None] if uses_feature else None,
+                layout.lags,
+                LaggedPass(self.draft, layout, rope, kv),
+            )
+            for layout in layouts
+        ]
+        x = F.embedding(layouts[0].tokens, self.target.embedding)
+        return (self.run_draft or self.draft)(x, levels)
 
     def __call__(self, layouts: Sequence[Layout], read: Read | None = None) -> Outcome:
         """The loss of one batch, with layouts as in `draft_hidden`. `read` saves the target's pass, if other

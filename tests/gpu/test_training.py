@@ -67,11 +67,13 @@ def test_liger_and_chunks_give_the_same_loss_and_gradients(
     assert (fused_gradient - chunked_gradient).norm() < tolerance * chunked_gradient.norm()
 
 
+@pytest.mark.parametrize("use_parent", [False, True])
 @pytest.mark.parametrize("shares", [LossShares(), LossShares(0.3, 0.3)])
-def test_the_objective_on_the_gpu_equals_the_cpu(shares: LossShares) -> None:
+def test_the_objective_on_the_gpu_equals_the_cpu(shares: LossShares, use_parent: bool) -> None:
     config = DraftConfig(
-        window=40, max_lag=4, cross_layers=(0, -1), use_feature=True, final_norm=True, lag_gate=True
-    )
+        window=40, max_lag=4, cross_layers=(0, -1), use_feature=True, final_norm=True, lag_gate=True,
+        use_parent=use_parent,
+    )  # fmt: skip
     size = {"vocab_size": 300, "hidden_size": 128, "head_dim": 64}
     chance = np.random.default_rng(0)
     rows = [
@@ -84,8 +86,10 @@ def test_the_objective_on_the_gpu_equals_the_cpu(shares: LossShares) -> None:
         draft = GlideDraft(target.config, config)
         draft.initialise(torch.Generator().manual_seed(1), std=0.05)
         draft.to(device=device, dtype=dtype)
-        layout = lay_out(collate(rows, "base", False), [3, 1], [0, 60], 4, head_rows(None, 300), device)
-        outcome = Objective(target, draft, shares)([layout])
+        batch, ids = collate(rows, "base", False), head_rows(None, 300)
+        lags = [(1, 1), (2, 2), (3, 3)] if use_parent else [(3, 1)]
+        layouts = [lay_out(batch, one, [0, 60], 4, ids, device) for one in lags]
+        outcome = Objective(target, draft, shares, lag_decay=0.7)(layouts)
         outcome.loss.backward()
         weights = dict(draft.named_parameters())
         gradients = torch.cat([weights[name].grad.float().cpu().flatten() for name in sorted(weights)])  # type: ignore[union-attr]

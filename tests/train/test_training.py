@@ -170,15 +170,18 @@ def test_several_lags_of_each_sequence(home: Path, unbroken: Path) -> None:
 
 
 @pytest.mark.full
-def test_muon_learns_more_from_as_much_and_goes_on_alike(home: Path, unbroken: Path) -> None:
-    wanted = settings(home, "muon", "stage.optimizer=muon")
+def test_muon_learns_more_from_as_much_and_goes_on_alike(home: Path) -> None:
+    # One lag at a time: with all of them, eight steps at this rate are too large for a toy.
+    alone = "draft.use_parent=false"
+    run(settings(home, "adamw", alone))
+    wanted = settings(home, "muon", alone, "stage.optimizer=muon")
     run(wanted)
     folder, expected = home / "muon", losses(home / "muon")
-    assert expected[8] < losses(unbroken)[8] - 0.01
+    assert expected[8] < losses(home / "adamw")[8] - 0.01
     shutil.rmtree(folder / "checkpoints" / "step-00000008")
     run([*wanted, "resume=latest"])
     assert losses(folder) == expected
-    run(settings(home, "muon-2", "stage.optimizer=muon", accumulation=2), 2)
+    run(settings(home, "muon-2", alone, "stage.optimizer=muon", accumulation=2), 2)
     assert list(losses(home / "muon-2").values()) == pytest.approx(list(expected.values()), rel=1e-3)
 
 

@@ -136,10 +136,12 @@ class _Drafting:
         raise NotImplementedError
 
     def _parents(self, level: range, ops: Ops) -> Tensor | None:
-        """What the hidden states of the nodes' parents add to the stream, [B, n, E]; None if nothing."""
+        """What the hidden states of the nodes' parents add to the stream, [B, n or 1, E]; None if nothing."""
         if self.above is None:
             return None
         before, projected = self.above[0], self._projected(ops)
+        if len(before) == 1:  # all nodes have this parent
+            return projected
         parents = self.tree[1][:, level.start : level.stop] - before.start
         # Clamp, because while kernels are only compiled, nothing has written the parents.
         index = parents.clamp(0, len(before) - 1)[:, :, None].expand(-1, -1, projected.shape[-1])

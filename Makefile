@@ -1,7 +1,7 @@
 # The two commands to know: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
-PROMPT ?= Give three tips for staying healthy.
+PROMPT ?= Write a Python function that checks whether a word is a palindrome.
 API := api options generation errors glide decoding.methods models.families engine.engine engine.sequence
 
 .PHONY: demo test test-full bench docs clean

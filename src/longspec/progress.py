@@ -58,6 +58,11 @@ def rich_bar(
     amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
     remaining = TimeRemainingColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), amount, remaining, TextColumn(text))
-    with Progress(*columns, console=Console(stderr=True), transient=not keep) as progress:
+    progress = Progress(*columns, console=Console(stderr=True), transient=not keep)
+    try:
+        # Not by `with`: after Ctrl-C inside its start, nobody would stop the thread that redraws it.
+        progress.start()
         task = progress.add_task(label, total=total, completed=done, **fields)
         yield lambda **changes: progress.update(task, **changes)
+    finally:
+        progress.stop()

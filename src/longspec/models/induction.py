@@ -29,7 +29,7 @@ class _InductionPass(BlockByBlock):
 
     rope: Rope
     num_repeated: int
-    """The first occurrence of a token is so far before its second."""
+    """How many positions the second occurrence of a token is after the first one."""
     ops: Ops = PLAIN
     scores: list[float] = field(default_factory=list)
     """Of the layers so far."""

@@ -274,7 +274,7 @@ class Trainer:
         return following
 
     def _count(self, group: list[Layout]) -> float:
-        """The queries of lags that are learnt together, each as much as its loss counts."""
+        """The number of queries of lags that are learnt together, each weighted as its loss is."""
         weights = self.objective.weights(len(group))
         return sum(weight * len(layout.labels) for weight, layout in zip(weights, group, strict=True))
 

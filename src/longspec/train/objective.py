@@ -134,12 +134,12 @@ class Objective:
         hidden, kv = read or self.read(layouts[0])
         total, probes = hidden.new_zeros((), dtype=torch.float32), []
         with self.gather([self.target.embedding, self.target.head.weight]):
-            drafted = self.draft_hidden(layouts, hidden, kv)
+            drafted, head = self.draft_hidden(layouts, hidden, kv), self.head()
             for layout, weight, states in zip(layouts, self.weights(len(layouts)), drafted, strict=True):
                 asked, teacher = (one.flatten(0, 1)[layout.queries] for one in (states, hidden))
-                loss = head_loss(asked, self.head(), layout.labels, teacher, self.shares, self.chunk)
+                loss = head_loss(asked, head, layout.labels, teacher, self.shares, self.chunk)
                 total = total + weight * loss
-                probes.append(self._probe(layout, asked, teacher))
+                probes.append(self._probe(layout, asked, teacher, head))
         return Outcome(total, torch.cat(probes))
 
     def weights(self, num_lags: int) -> list[float]:
@@ -156,11 +156,11 @@ class Objective:
         return weight if ids is None else weight[ids]
 
     @torch.no_grad()
-    def _probe(self, layout: Layout, drafted: Tensor, teacher: Tensor) -> Tensor:
+    def _probe(self, layout: Layout, drafted: Tensor, teacher: Tensor, head: Tensor) -> Tensor:
         count = len(layout.labels)
         some = torch.linspace(0, max(count - 1, 0), min(count, _PROBES), device=drafted.device).long()
         ids, labels = self.draft.vocab_ids, layout.labels[some]
-        best = score(drafted[some], self.head()).argmax(-1)
+        best = score(drafted[some], head).argmax(-1)
         scores = score(teacher[some], self.target.head.weight)
         if ids is not None:
             best, labels = ids[best], ids[labels]

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.latency import Latencies, LatencySetting, measure_latency
@@ -91,6 +91,12 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-length", type=int, default=1024, metavar="N", help="(%(default)s)")
     parser.add_argument("--micro-batch", type=int, default=1, metavar="N", help="sequences (%(default)s)")
     parser.add_argument("--soft", type=float, default=0.0, metavar="S", help="share of KL in the loss")
+    parser.add_argument(
+        "--parents", action="store_true", help="the draft reads its parents: six lags at once"
+    )
+    parser.add_argument(
+        "--prompt-share", type=float, default=0.0, metavar="S", help="of a sequence; it is not learnt"
+    )
     parser.add_argument("--compile", action="store_true", help="let torch.compile fuse the layers")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed (%(default)s)")
 
@@ -166,13 +172,15 @@ def _setting(arguments: argparse.Namespace) -> LatencySetting:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    draft = _draft(arguments, 6 if arguments.parents else None)
     found = measure_training(
         arguments.shape,
         arguments.seq_length,
         arguments.micro_batch,
-        _draft(arguments),
+        replace(draft, use_parent=arguments.parents, lag_gate=arguments.parents),
         arguments.soft,
         arguments.compile,
+        arguments.prompt_share,
         arguments.steps,
     )
     print(json.dumps(asdict(found)) if arguments.json else report(found))

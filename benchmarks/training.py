@@ -48,6 +48,7 @@ def measure_training(
     draft: DraftConfig,
     soft: float = 0.0,
     compile: bool = False,
+    prompt_share: float = 0.0,
     num_steps: int = 10,
     device_name: str = "auto",
 ) -> TrainingSpeed:
@@ -67,7 +68,9 @@ def measure_training(
     objective = Objective(
         target, model, LossShares(soft), 1.0, engine.run_target, engine.draft, engine.gather, chunk=chunk
     )
-    layouts = [_layout(config, draft, seq_length, micro_batch, seed, device) for seed in range(4)]
+    layouts = [
+        _layout(config, draft, seq_length, micro_batch, prompt_share, seed, device) for seed in range(4)
+    ]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for step in range(3 if not compile else 5):
@@ -77,7 +80,7 @@ def measure_training(
         _step(objective, engine, layouts[step % 4])
     seconds = (now(device) - started) / num_steps
     tokens = seq_length * micro_batch
-    flops = flops_per_token(config, model, seq_length, soft)
+    flops = flops_per_token(config, model, seq_length, soft, prompt_share)
     rate = matmul_rate(device, dtype)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     parameters = sum(weight.numel() for weight in model.parameters())
@@ -103,37 +106,52 @@ def report(speed: TrainingSpeed) -> str:
 
 
 def _step(objective: Objective, engine: TrainingEngine, layout: Layout) -> None:
-    outcome = objective([layout])
-    engine.backward(outcome.loss / len(layout.labels))
+    outcome = objective(layout)
+    engine.backward(outcome.loss / sum(level.num_counted for level in layout.levels))
     engine.step(1e-4)
 
 
 def _layout(
-    config: ModelConfig, draft: DraftConfig, length: int, rows: int, seed: int, device: torch.device
+    config: ModelConfig,
+    draft: DraftConfig,
+    length: int,
+    rows: int,
+    prompt_share: float,
+    seed: int,
+    device: torch.device,
 ) -> Layout:
     chance = np.random.default_rng(seed)
     whole = np.zeros(1, np.int32)
     roles = np.full(length, Role.TEXT, np.uint8)
-    batch = [Packed(chance.integers(0, config.vocab_size, length), roles, whole) for _ in range(rows)]
-    draws = Draws(draft.max_lag, draft.window, max_offset=config.max_length - length)
-    drawn = [draws.lags_and_offset(seed, row) for row in range(rows)]
+    roles[: round(length * prompt_share)] = Role.PROMPT
+    size = draft.draft_vocab or config.vocab_size  # the draft can propose nearly all tokens of real text
+    batch = [Packed(chance.integers(0, size, length), roles, whole) for _ in range(rows)]
+    draws = Draws(
+        draft.max_lag, draft.window, max_offset=config.max_length - length, all_lags=draft.use_parent
+    )
+    of_rows, offsets = zip(*(draws.lags_and_offset(seed, row) for row in range(rows)), strict=True)
     ids = torch.arange(draft.draft_vocab) if draft.draft_vocab else None
     rows_of = head_rows(ids, config.vocab_size)
-    lags, offsets = [lags[0] for lags, _ in drawn], [offset for _, offset in drawn]
-    return lay_out(collate(batch, "base", False), lags, offsets, 4, rows_of, device)
+    lags = list(zip(*of_rows, strict=True))
+    return lay_out(collate(batch, "long", True), lags, offsets, 4, rows_of, device)
 
 
-def flops_per_token(config: ModelConfig, draft: GlideDraft, length: int, soft: float) -> float:
+def flops_per_token(
+    config: ModelConfig, draft: GlideDraft, length: int, soft: float, prompt_share: float
+) -> float:
     """Multiplications and additions of one token: the target forward, the draft and its head both ways."""
     blocks = config.num_parameters - config.vocab_size * config.hidden_size * (1 if config.tied_head else 2)
     pair = 4 * config.num_heads * config.head_dim  # one query over one key, scores and values
     causal = pair * length / 2
     target = 2 * blocks + config.num_layers * causal
     layer = 6 * sum(weight.numel() for weight in draft.parameters())
-    seen = pair * min(draft.config.window, length / 2) + draft.num_cross * causal
-    head = (draft.config.draft_vocab or config.vocab_size) * config.hidden_size
-    # The scores, their gradient, the target's own scores where it teaches; attention's backward costs 2.5.
-    return target + layer + 3.5 * seen + 2 * head * (3 if soft else 2)
+    head = 2 * (draft.config.draft_vocab or config.vocab_size) * config.hidden_size
+    # Attention's backward pass costs 2.5 times its forward pass. A level has scores and their gradient.
+    own = 3.5 * pair * min(draft.config.window, length / 2)
+    level = layer + 3.5 * draft.num_cross * causal + 2 * head
+    num_levels = draft.config.max_lag if draft.config.use_parent else 1
+    # The target's scores, if it teaches, are the same at every level.
+    return target + own + (1 - prompt_share) * (num_levels * level + (head if soft else 0))
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:

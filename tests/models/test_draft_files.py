@@ -187,8 +187,8 @@ def test_the_published_faces(face: Any, tmp_path: Path) -> None:
     assert all(weight.requires_grad for weight in model.draft_model.parameters())
     whole = Packed(ids[0].numpy(), np.full(20, Role.TEXT, np.uint8), np.zeros(1, np.int32))
     rows = head_rows(None, TINY["vocab_size"])
-    layout = lay_out(collate([whole], "base", False), [2], [0], 4, rows, model.model.device)
-    Objective(model.model, model.draft_model)([layout]).loss.backward()
+    layout = lay_out(collate([whole], "base", False), [[2]], [0], 4, rows, model.model.device)
+    Objective(model.model, model.draft_model)(layout).loss.backward()
     assert all(weight.grad is not None for weight in model.draft_model.parameters())
     again = face.from_pretrained(
         tmp_path / "target",

@@ -69,17 +69,17 @@ def test_loss_and_gradients_of_a_batch_equal_the_plain_reference(name: str, shar
     rows = [packed(size, starts, 40, 5) for starts in ([0, 36], [0, 3, 17, 30], [0, 11, 12, 39])]
     batch = collate(rows, "long", True)
     lags, offsets = [2, 1, 4], [0, 100, 9]
-    layout = lay_out(batch, lags, offsets, 4, head_rows(draft.vocab_ids, size), torch.device("cpu"))
+    layout = lay_out(batch, [lags], offsets, 4, head_rows(draft.vocab_ids, size), torch.device("cpu"))
     expected, count = reference_loss(target, draft, batch, lags, offsets, 4, shares)
     expected.backward()
     gradients = {name: weight.grad for name, weight in draft.named_parameters()}
     draft.zero_grad()
     # What the target read for another lag is as good.
-    others = lay_out(batch, [1, 3, 2], offsets, 4, head_rows(draft.vocab_ids, size), torch.device("cpu"))
+    others = lay_out(batch, [[1, 3, 2]], offsets, 4, head_rows(draft.vocab_ids, size), torch.device("cpu"))
     objective = Objective(target, draft, shares)
-    outcome = objective([layout], objective.read(others))
+    outcome = objective(layout, objective.read(others))
     outcome.loss.backward()
-    assert len(layout.queries) == count > 10
+    assert len(layout.queries) == layout.levels[0].num_counted == count > 10
     torch.testing.assert_close(outcome.loss, expected, rtol=1e-5, atol=1e-5)
     for weight_name, weight in draft.named_parameters():
         torch.testing.assert_close(weight.grad, gradients[weight_name], rtol=1e-4, atol=1e-5, msg=weight_name)
@@ -91,7 +91,7 @@ def test_lags_that_are_learnt_together_equal_the_plain_reference() -> None:
     rows = [packed(size, starts, 40, 5) for starts in ([0, 36], [0, 3, 17, 30], [0, 11, 12, 39])]
     batch, offsets = collate(rows, "long", True), [0, 100, 9]
     ids, device = head_rows(draft.vocab_ids, size), torch.device("cpu")
-    layouts = [lay_out(batch, [lag] * 3, offsets, 4, ids, device) for lag in range(1, 5)]
+    layout = lay_out(batch, [[lag] * 3 for lag in range(1, 5)], offsets, 4, ids, device)
     expected = sum(
         0.7 ** (lag - 1) * reference_loss(target, draft, batch, [lag] * 3, offsets, 4, shares)[0]
         for lag in range(1, 5)
@@ -99,13 +99,14 @@ def test_lags_that_are_learnt_together_equal_the_plain_reference() -> None:
     assert isinstance(expected, Tensor)
     expected.backward()
     gradients = {name: weight.grad for name, weight in draft.named_parameters()}
-    draft.zero_grad()
-    outcome = Objective(target, draft, shares, lag_decay=0.7)(layouts)
-    outcome.loss.backward()
-    torch.testing.assert_close(outcome.loss, expected, rtol=1e-5, atol=1e-5)
-    for weight_name, weight in draft.named_parameters():
-        torch.testing.assert_close(weight.grad, gradients[weight_name], rtol=1e-4, atol=1e-5, msg=weight_name)
-    assert set(outcome.probes[:, 2].tolist()) == {1, 2, 3, 4}
+    for draft.recompute_levels in (False, True):
+        draft.zero_grad()
+        outcome = Objective(target, draft, shares, lag_decay=0.7)(layout)
+        outcome.loss.backward()
+        torch.testing.assert_close(outcome.loss, expected, rtol=1e-5, atol=1e-5)
+        for name, weight in draft.named_parameters():
+            torch.testing.assert_close(weight.grad, gradients[name], rtol=1e-4, atol=1e-5, msg=name)
+        assert set(outcome.probes[:, 2].tolist()) == {1, 2, 3, 4}
 
 
 class Recording(DraftHead):
@@ -143,41 +144,63 @@ def test_training_scores_equal_those_of_decoding_for_the_same_tokens_and_lag(
     rows = head_rows(draft.vocab_ids, target.config.vocab_size)
     head = DraftHead(target, draft.vocab_ids)
     batch, objective = collate([whole], "base", False), Objective(target, draft)
-    layouts = [lay_out(batch, [lag], [0], 4, rows, torch.device("cpu")) for lag in range(1, 5)]
+    layout = lay_out(batch, [[lag] for lag in range(1, 5)], [0], 4, rows, torch.device("cpu"))
     with torch.no_grad():
-        hidden = objective.draft_hidden(layouts, *objective.read(layouts[0]))
+        hidden = objective.draft_hidden(layout, objective.read(layout))
     for depth, scores in enumerate(recording.seen[:4]):
-        trained = head(hidden[depth])[0, len(prompt) + depth]
+        (at,) = torch.nonzero(layout.asked == len(prompt) + depth)
+        trained = head(hidden[depth])[at[0]]
         torch.testing.assert_close(trained, scores[0, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_the_draft_is_asked_only_where_something_is_learnt() -> None:
+    roles = np.full(600, Role.PROMPT, np.uint8)
+    for begin, end in ((100, 130), (150, 160), (400, 420), (500, 501)):
+        roles[begin:end] = Role.TEXT
+    one = Packed(np.arange(600) % 97, roles, np.array([0, 405], np.int32))
+    rows, device = head_rows(None, 97), torch.device("cpu")
+    layout = lay_out(collate([one], "long", True), [[1], [2], [3]], [0], 4, rows, device)
+    # Two parents come before each query, a short gap is filled, and 405 begins another document.
+    spans = ((97, 159), (397, 404), (405, 419), (497, 500))
+    assert layout.asked.tolist() == [place for begin, end in spans for place in range(begin, end)]
+    assert layout.levels[0].key_pieces.bounds == [(0, 158), (158, 561), (561, 562), (562, 575), (575, 669)]
+    assert layout.levels[0].sees.sum() == len(layout.asked) - 1
+    short = Packed(np.arange(9), roles[98:107], np.zeros(1, np.int32))
+    assert lay_out(collate([short], "long", True), [[1]], [0], 4, rows, device).asked.tolist() == [
+        *range(1, 8)
+    ]
 
 
 def test_a_long_window_needs_no_square_mask_and_is_right() -> None:
     """Beyond several windows in one document, in blocks, against the explicit mask."""
     target, draft = make(DraftConfig(window=7, max_lag=3))
     one = packed(target.config.vocab_size, [0, 60], 61, 9)
-    layout = lay_out(collate([one], "base", False), [3], [0], 4, head_rows(None, 97), torch.device("cpu"))
+    layout = lay_out(collate([one], "base", False), [[3]], [0], 4, head_rows(None, 97), torch.device("cpu"))
     with torch.no_grad():
         objective = Objective(target, draft)
-        (hidden,) = objective.draft_hidden([layout], *objective.read(layout))
+        (hidden,) = objective.draft_hidden(layout, objective.read(layout))
         expected, _ = document_logits(target, draft, layout.tokens[0, :60], list(range(60)), 3)
-    torch.testing.assert_close(target.logits(hidden)[0, 3:60], expected[3:], rtol=1e-4, atol=1e-4)
+    assert layout.asked.tolist() == list(range(3, 59))
+    torch.testing.assert_close(target.logits(hidden), expected[3:59], rtol=1e-4, atol=1e-4)
 
 
 def test_chunks_change_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(300, 16, generator=generator, requires_grad=True)
+    hidden = [torch.randn(300, 16, generator=generator, requires_grad=True) for _ in range(2)]
+    weights = torch.rand(2, 300, generator=generator).round(decimals=1)
     teacher, head = torch.randn(300, 16, generator=generator), torch.randn(50, 16, generator=generator)
     labels = torch.randint(50, (300,), generator=generator)
     for shares in (LossShares(), LossShares(0.5), LossShares(0.3, 0.2), LossShares(0.0, 1.0)):
-        log_q, log_p = (hidden @ head.T).log_softmax(-1), (teacher @ head.T).log_softmax(-1)
-        hard = -log_q.gather(1, labels[:, None]).sum()
-        divergence = (log_p.exp() * (log_p - log_q)).sum()
-        overlap = -torch.minimum(log_p.exp(), log_q.exp()).sum(-1).log().sum()
-        plain = (1 - sum(shares)) * hard + shares.soft * divergence + shares.overlap * overlap
-        (expected,) = torch.autograd.grad(plain * 3, hidden)
+        log_q, log_p = (torch.stack(hidden) @ head.T).log_softmax(-1), (teacher @ head.T).log_softmax(-1)
+        hard = -log_q.gather(2, labels[None, :, None].expand(2, -1, -1))[..., 0]
+        divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
+        overlap = -torch.minimum(log_p.exp(), log_q.exp()).sum(-1).log()
+        parts = (1 - sum(shares)) * hard + shares.soft * divergence + shares.overlap * overlap
+        plain = (parts * weights).sum()
+        expected = torch.autograd.grad(plain * 3, hidden)
         monkeypatch.setattr("longspec.train.losses.chunk_rows", lambda *_: 64)
-        loss = head_loss(hidden, head, labels, teacher, shares)
-        (found,) = torch.autograd.grad(loss * 3, hidden)
+        loss = head_loss(hidden, head, labels, weights, teacher, shares)
+        found = torch.autograd.grad(loss * 3, hidden)
         torch.testing.assert_close(loss, plain)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 

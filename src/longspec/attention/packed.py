@@ -1,7 +1,8 @@
 """Causal attention within the pieces of packed sequences, with gradients, for training.
 
-It never builds a T x T mask. It uses flash attention with variable lengths if torch has it for the dtype and
-device. Otherwise it works piece by piece, and cuts long windowed pieces into blocks of the window's size.
+It uses flash attention with variable lengths if torch has it for the dtype and device. Otherwise it works
+piece by piece, and cuts long windowed pieces into blocks of the window's size. It builds a mask only for
+pieces with fewer queries than keys.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ _ROUND = 64
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of a packed batch whose rows are laid end to end; pieces do not see each other."""
+    """Pieces of tokens that are laid end to end; pieces do not see each other."""
 
     starts: tuple[int, ...]
     """Where each piece starts: 0 first, then rising."""
     num_tokens: int
-    """B * T."""
-    row_length: int
-    """T, the longest that a piece can be."""
+    """Of all pieces; of a packed batch B * T."""
+    most: int
+    """No piece is longer than this."""
     device: torch.device
 
     @property
@@ -52,35 +53,48 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, window: int |
     A query sees the keys of its own piece up to its own position; with a `window`, only the last `window` of
     them.
     """
+    out = attend_ends(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), pieces, pieces, window)
+    return out.view(q.shape)
+
+
+def attend_ends(
+    q: Tensor, k: Tensor, v: Tensor, queries: Pieces, keys: Pieces, window: int | None = None
+) -> Tensor:
+    """Queries [R, H, D] over keys and values [S, K, D], which have as many pieces, none of them empty.
+
+    The last query of a piece sees all of its keys, the query before it one less, and so on. A piece has no
+    fewer keys than queries.
+    """
     has_flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    kernel = _flash if has_flash else _by_piece
-    return kernel(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), pieces, window).view(q.shape)
+    return (_flash if has_flash else _by_piece)(q, k, v, queries, keys, window)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, window: int | None) -> Tensor:
-    bounds, longest = pieces.cumulative, pieces.row_length
+def _flash(q: Tensor, k: Tensor, v: Tensor, queries: Pieces, keys: Pieces, window: int | None) -> Tensor:
     limits = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     return torch.ops.aten._flash_attention_forward(
-        q, k, v, bounds, bounds, longest, longest, 0.0, True, False, **limits
+        q, k, v, queries.cumulative, keys.cumulative, queries.most, keys.most, 0.0, True, False, **limits
     )[0]
 
 
-def _by_piece(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, window: int | None) -> Tensor:
-    length = pieces.equal
-    if length is not None:
+def _by_piece(q: Tensor, k: Tensor, v: Tensor, queries: Pieces, keys: Pieces, window: int | None) -> Tensor:
+    length = queries.equal
+    if length is not None and keys.equal == length:
         size = (-1, length)
         out = _causal(q.unflatten(0, size), k.unflatten(0, size), v.unflatten(0, size), window)
         return out.flatten(0, 1)
     outs = [
-        _causal(q[None, start:end], k[None, start:end], v[None, start:end], window)[0]
-        for start, end in pieces.bounds
+        _causal(q[None, slice(*asked)], k[None, slice(*seen)], v[None, slice(*seen)], window)[0]
+        for asked, seen in zip(queries.bounds, keys.bounds, strict=True)
     ]
     return torch.cat(outs)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Queries [P, n, H, D] over keys [P, n, K, D] of P pieces that have the same length."""
-    if window is not None and q.shape[1] > window:
+    """Queries [P, n, H, D] over keys [P, S, K, D] of P pieces that have the same lengths."""
+    n, S = q.shape[1], k.shape[1]
+    if n < S:
+        return _attend(q, k, v, mask=torch.ones(n, S, dtype=torch.bool, device=q.device).tril(S - n))
+    if window is not None and n > window:
         return _windowed(q, k, v, window)
     return _attend(q, k, v, causal=True)
 

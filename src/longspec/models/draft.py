@@ -18,6 +18,7 @@ from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError, reason_of
 from longspec.models.eight_bit import EightBitLinear, form_of
 from longspec.models.layers import (
+    PLAIN,
     FeedForward,
     Linear,
     LinearForm,
@@ -36,8 +37,8 @@ from longspec.models.sharding import SharedTable
 from longspec.models.target import Transformer
 
 
-class DraftPass(Protocol):
-    """What the draft's queries attend to. Plain decoding, fused decoding and training each have a class."""
+class SelfPass(Protocol):
+    """How the draft attends to its own tokens."""
 
     @property
     def ops(self) -> Ops: ...
@@ -47,10 +48,21 @@ class DraftPass(Protocol):
         it; returns [B, T, H D]."""
         ...
 
+
+class CrossPass(Protocol):
+    """How the draft attends to the target's KV."""
+
+    @property
+    def ops(self) -> Ops: ...
+
     def attend_cross(self, queries: Tensor) -> Tensor:
         """Attend to the target's KV of all cross layers, as far as the lag allows; queries and result are
         [B, T, C H D]."""
         ...
+
+
+class DraftPass(SelfPass, CrossPass, Protocol):
+    """What the draft's queries attend to in decoding; plain and fused decoding each have a class."""
 
 
 class GlideDraft(nn.Module):
@@ -61,6 +73,9 @@ class GlideDraft(nn.Module):
     """
 
     vocab_ids: Tensor | None
+    recompute_levels = False
+    """Whether training computes each level again in the backward pass instead of keeping it. This takes the
+    memory of one level."""
 
     def __init__(self, target: ModelConfig, config: DraftConfig) -> None:
         super().__init__()
@@ -154,25 +169,35 @@ class GlideDraft(nn.Module):
         q, k = rotate(qk, *rope).split((self.num_heads, self.num_kv_heads), 2)
         return q, k, v
 
-    def forward(self, x: Tensor, levels: Sequence[tuple[Tensor | None, Tensor, DraftPass]]) -> list[Tensor]:
-        """Hidden states [B, T, E] of embedded tokens x [B, T, E] at each level, for training.
+    def cross_heads(self, queries: Tensor, rope: Rope) -> Tensor:
+        """The queries of cross-attention [B, T, C H D], rotated, as [B, T, C H, D]."""
+        return rotate(queries.unflatten(-1, (-1, self.head_dim)), *rope)
 
-        A level is a feature, lags and a pass. The feature [B, T, E] is the target's final hidden state at
-        each query's newest verified token, which is `lags`, int64 [B], positions before the query. The levels
-        of a draft that reads its parents are those of lags 1, 2, ...: a query's parent is the query of the
-        token before it, one level up.
+    def forward(
+        self,
+        x: Tensor,
+        own: SelfPass,
+        asked: Tensor,
+        levels: Sequence[tuple[Tensor | None, Tensor, CrossPass]],
+    ) -> list[Tensor]:
+        """Hidden states [R, 1, E] at each level, for training.
+
+        x [B, T, E] are embedded tokens, and `asked` [R] the rising flat indices of those whose hidden states
+        are needed. A level is a feature, lags and a pass. The feature [R, 1, E] is the target's final hidden
+        state at each query's newest verified token, which is `lags`, int64 [1] or [R], positions before the
+        query. The levels of a draft that reads its parents are those of lags 1, 2, ...: a query's parent is
+        the query of the token before it, one level up.
         """
-        run = levels[0][2]
-        out = run.attend_self(self.enter(x, run.ops))  # the same at every lag
+        out = own.attend_self(self.enter(x, own.ops))  # the same at every lag
+        x, out = (one.flatten(0, 1)[asked][:, None] for one in (x, out))
         found: list[Tensor] = []
         for level in levels:
             given = (x, out, found[-1] if found else None, *level)
-            if len(levels) == 1 or not torch.is_grad_enabled():
-                found.append(self._level(*given))
-            else:
-                # Each level is computed again in the backward pass, so that the memory is that of one level.
+            if self.recompute_levels and torch.is_grad_enabled():
                 again: Tensor = checkpoint(self._level, *given, use_reentrant=False, preserve_rng_state=False)
                 found.append(again)
+            else:
+                found.append(self._level(*given))
         return found
 
     def _level(
@@ -182,16 +207,21 @@ class GlideDraft(nn.Module):
         above: Tensor | None,
         feature: Tensor | None,
         lags: Tensor,
-        run: DraftPass,
+        run: CrossPass,
     ) -> Tensor:
         """Hidden states at one level; `out` is self-attention's result, `above` those of the level above."""
+        queries, stream = self.query(self.enter_level(x, above, feature, lags), out, run.ops)
+        return self.finish(stream, run.attend_cross(queries), run.ops)
+
+    def enter_level(self, x: Tensor, above: Tensor | None, feature: Tensor | None, lags: Tensor) -> Tensor:
+        """The embedded tokens x [R, 1, E] with what features and parents add to them, for training."""
         added = self.project_feature(feature, lags)
         stream = x if added is None else x + added
-        if above is not None and self.parent_reader is not None:
-            parents = F.pad(above[:, :-1], (0, 0, 1, 0))
-            stream = stream + run.ops.normed_linear(self.parent_reader, parents)[0]
-        queries, stream = self.query(stream, out, run.ops)
-        return self.finish(stream, run.attend_cross(queries), run.ops)
+        if above is None or self.parent_reader is None:
+            return stream
+        # A query whose parent is not the one before it counts at no level at which it has a parent.
+        parents = F.pad(above[:-1], (0, 0, 0, 0, 1, 0))
+        return stream + PLAIN.normed_linear(self.parent_reader, parents)[0]
 
     def read(self, x: Stream, stream: Stream, run: DraftPass) -> Tensor:
         """Hidden states [B, T, E] for the head.

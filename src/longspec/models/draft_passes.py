@@ -15,7 +15,6 @@ from longspec.cache import DraftRing, Pages
 from longspec.models.draft import GlideDraft
 from longspec.models.layers import PLAIN, Ops, Rope
 from longspec.models.native import NATIVE, native, ops_of
-from longspec.models.rope import rotate
 from longspec.native.build import Draft, Writing, code
 
 
@@ -50,7 +49,7 @@ class PlainDraftPass:
     def attend_cross(self, queries: Tensor) -> Tensor:
         # Each node of a round lags at least 1, so it may see the whole prefix.
         cos, sin = (part[:, : self.num_queries] for part in self.rope)
-        heads = rotate(queries.unflatten(-1, (-1, self.draft.head_dim)), cos, sin)
+        heads = self.draft.cross_heads(queries, (cos, sin))
         cross = _cross_pages(self.pages, self.draft.config.layers_of(self.draft.target_config))
         outs = [
             self.attention.prefix(q, *pair, self.plan)[0]

@@ -27,7 +27,7 @@ _RATES = {"base": 1e-3, "long": 5e-4}
 # The learning rate of the first stage, if it starts from another draft.
 _RATE_FROM_DRAFT = 5e-4
 # The share of the device's speed that writing and training reach.
-_WRITING, _TRAINING = {"cuda": 0.2, "cpu": 0.25}, {"cuda": 0.18, "cpu": 0.6}
+_WRITING, _TRAINING = {"cuda": 0.2, "cpu": 0.25}, {"cuda": 0.45, "cpu": 0.6}
 # Seconds that a turn of the engine and a micro-batch take on the host, for any target.
 _TURN, _PASS = {"cuda": 2e-3, "cpu": 1e-2}, {"cuda": 2e-2, "cpu": 5e-2}
 # Bytes that are read and written for each score while a token is chosen.
@@ -355,18 +355,22 @@ class _Planner:
         micro = fitting_micro_batch(
             self._config, self._draft, self._device.itemsize, length, batch, self._free, self._device.type
         )
-        seconds = steps * batch * length / self._training_rate(length)
+        kinds, all_tokens = self._kinds(), sum(one.tokens for one in datasets)
+        learnt = sum(one.tokens * kinds[one.name].written for one in datasets) / all_tokens
+        seconds = steps * batch * length / self._training_rate(length, learnt)
         seconds += steps * batch / micro * _PASS[self._device.type]
         return StagePlan(
             name, [one.name for one in datasets], length, batch, micro, steps, rate, round(seconds, 1)
         )
 
-    def _training_rate(self, length: int) -> float:
-        """Tokens per second: the target reads, the draft learns, both heads score."""
+    def _training_rate(self, length: int, learnt: float) -> float:
+        """Tokens per second: the target reads, and where something is learnt, the draft learns and both heads
+        score."""
         scores = 6 * self._config.hidden_size * (self._draft.draft_vocab or self._config.vocab_size)
         learning = 6 * self._draft.num_parameters(self._config) + scores
-        learning *= self._draft.max_lag if self._draft.use_parent else 1
-        return _TRAINING[self._device.type] / (self._reading(1, length / 2) + learning / self._device.flops)
+        num_lags = self._draft.max_lag if self._draft.use_parent else 1
+        seconds = self._reading(1, length / 2) + learnt * num_lags * learning / self._device.flops
+        return _TRAINING[self._device.type] / seconds
 
     def _num_prompts(self, written: WrittenPlan) -> int:
         """The number of prompts: one for each expected sample, and some more."""

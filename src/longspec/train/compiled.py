@@ -22,12 +22,13 @@ def compile_layers(target: Transformer, draft: GlideDraft) -> Chunk:
         assert isinstance(block, Block)
         _compile(block, "enter", "leave")
         _compile(block.attention, "heads")
-    _compile(draft, "enter", "heads", "query", "finish")
-    # Dynamic, because the last chunk of a batch has another size.
+    _compile(draft, "enter", "heads")
+    # Dynamic, because every batch asks the draft at another number of tokens.
+    _compile(draft, "enter_level", "query", "cross_heads", "finish", dynamic=True)
     return torch.compile(one_chunk, dynamic=True)
 
 
-def _compile(module: nn.Module, *names: str) -> None:
+def _compile(module: nn.Module, *names: str, dynamic: bool = False) -> None:
     for name in names:
-        part: Any = torch.compile(getattr(module, name), dynamic=False)
+        part: Any = torch.compile(getattr(module, name), dynamic=dynamic)
         setattr(module, name, part)

@@ -128,18 +128,21 @@ def answer_scores(
     """For each lag, the scores [n - 1, V'] that the target and the draft give to the tokens of the draft's
     head, at all n tokens of an answer but the last."""
     tokens = np.array(text.prompt + text.tokens)
-    whole = Packed(tokens, np.full(len(tokens), Role.TEXT, np.uint8), np.zeros(1, np.int32))
+    roles = np.full(len(tokens), Role.TEXT, np.uint8)
+    roles[: len(text.prompt)] = Role.PROMPT
+    whole = Packed(tokens, roles, np.zeros(1, np.int32))
     target, draft = objective.target, objective.draft
-    device = next(draft.parameters()).device
-    rows = head_rows(draft.vocab_ids, target.config.vocab_size)
-    batch, answer = collate([whole], "base", False), slice(len(text.prompt), -1)
+    # Scores are wanted also where the draft cannot propose the next token.
+    every = head_rows(None, target.config.vocab_size)
     # A parent is one lag below its child, so all lags up to the largest are needed.
     lags = list(lags)
-    layouts = [lay_out(batch, [lag], [0], 0, rows, device) for lag in range(1, max(lags) + 1)]
-    hidden, kv = objective.read(layouts[0])  # the target's pass does not depend on the lag
+    by_level = [[lag] for lag in range(1, max(lags) + 1)]
+    layout = lay_out(collate([whole], "long", True), by_level, [0], 0, every, next(draft.parameters()).device)
+    read = objective.read(layout)
+    answer = layout.asked >= len(text.prompt)
     with objective.gather([target.embedding, target.head.weight]):
         head = objective.head()
-        own = score(hidden[0, answer], head)
-        drafted = objective.draft_hidden(layouts, hidden, kv)
+        own = score(read.hidden[0][layout.asked[answer]], head)
+        drafted = objective.draft_hidden(layout, read)
         for lag in lags:
-            yield own, score(drafted[lag - 1][0, answer], head)
+            yield own, score(drafted[lag - 1][answer], head)

@@ -1,4 +1,4 @@
-"""The positions of the tokens in a training batch, and what each of them may see.
+"""The positions of the tokens in a training batch, where the draft is asked, and what it sees there.
 
 The draft lags behind the target: a query at depth d does not see the target's last d tokens. So each sample
 draws one or more lags. Short samples teach long contexts: each draws an offset, which moves all but the first
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,6 +19,12 @@ from torch import Tensor
 
 from longspec.attention.packed import Pieces
 from longspec.data.collate import Batch
+
+# The draft is also asked in gaps up to this length. A query after a longer gap begins a new piece, and that
+# piece reads all keys of its document again.
+_GAP = 64
+# For the progress line, the draft's best tokens are compared with the target's at this many queries.
+_PROBES = 256
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,31 @@ class Draws:
 
 
 @dataclass(frozen=True)
+class Level:
+    """What the R asked tokens see at one lag, which may differ from row to row of the batch."""
+
+    lags: Tensor
+    """int64, [1] if all rows have the same lag, else [R]."""
+    source: Tensor
+    """[R]: the flat index of the newest target token that each sees."""
+    sees: Tensor
+    """[R] bool: whether there is such a token in its document."""
+    keys: Tensor
+    """[S]: the flat indices of the target's keys and values, piece by piece."""
+    key_pieces: Pieces
+    """The pieces of `keys`; the last query of a piece sees all of its keys, the query before it one less."""
+    query_pieces: Pieces
+    counts: Tensor
+    """[M] bool: which of the layout's queries count at this lag."""
+    num_counted: int
+
+
+@dataclass(frozen=True)
 class Layout:
-    """A batch with its positions, on the device of the model. A flat index counts through all rows, B * T."""
+    """A batch on the device of the model. A flat index counts through all rows, B * T.
+
+    The draft is asked only where something is learnt, not in prompts.
+    """
 
     tokens: Tensor
     """[B, T]"""
@@ -66,23 +96,16 @@ class Layout:
     """The target attends within these pieces."""
     own: Pieces
     """The draft attends to itself within these; sinks of a moved document are out of its window."""
-    lagged: Pieces
-    """The draft attends to the target's KV, shifted by the lag, within these."""
-    source: Tensor
-    """[B, T]: the index in the row of the newest target token that a query sees."""
-    sees: Tensor
-    """[B, T] bool: whether there is such a token in the query's document."""
+    asked: Tensor
+    """[R]: the flat indices of the tokens at which the draft is asked, rising. With several levels, the
+    parents of a query are asked too."""
     queries: Tensor
-    """[M]: the flat indices of the queries that count."""
+    """[M]: which of the asked ones count, at one level or more."""
     labels: Tensor
     """[M]: the tokens that they should predict, as rows of the draft's head."""
-    lags: Tensor
-    """[B]: the lag of each row."""
-
-    def shift(self, values: Tensor) -> Tensor:
-        """For each query, what `values` [B, T, ...] has at the newest target token that it sees."""
-        rows = torch.arange(len(self.source), device=self.source.device)[:, None]
-        return values[rows, self.source]
+    probes: Tensor
+    """[P]: some of the M queries; they count at every level."""
+    levels: tuple[Level, ...]
 
 
 def head_rows(vocab_ids: Tensor | None, vocab_size: int) -> NDArray[np.int64]:
@@ -96,28 +119,41 @@ def head_rows(vocab_ids: Tensor | None, vocab_size: int) -> NDArray[np.int64]:
 
 def lay_out(
     batch: Batch,
-    lags: Sequence[int],
+    lags: Sequence[Sequence[int]],
     offsets: Sequence[int],
     num_sinks: int,
     rows: NDArray[np.int64],
     device: torch.device,
 ) -> Layout:
-    """Lay out a batch whose rows drew these lags and offsets; `rows` come from `head_rows`."""
+    """Lay out a batch whose rows drew these lags, one of each row at every level, and these offsets.
+
+    `rows` come from `head_rows`. Several levels are lags that are learnt together: 1, 2, ...
+    """
     starts, learn = batch.starts.numpy(), batch.learn.numpy()
     B, T = starts.shape
     place = np.arange(T)
     since = place - starts
-    lag = np.asarray(lags)[:, None]
     offset = np.asarray(offsets)[:, None]
     positions = since + np.where(since >= num_sinks, offset, 0)
-    sees = since >= lag
-    # The query before a token predicts it. Leave out queries that decoding can never make, because fewer
-    # tokens of their document come before them than their lag, and tokens that the draft cannot propose.
+    # The query before a token predicts it. Leave out tokens that the draft cannot propose.
     labels = rows[batch.tokens.numpy()]
-    counts = np.zeros((B, T), bool)
-    counts[:, :-1] = learn[:, 1:] & sees[:, :-1] & (starts[:, 1:] == starts[:, :-1]) & (labels[:, 1:] >= 0)
+    learnt = np.zeros((B, T), bool)
+    learnt[:, :-1] = learn[:, 1:] & (starts[:, 1:] == starts[:, :-1]) & (labels[:, 1:] >= 0)
+    # Also leave out queries that decoding can never make, because fewer tokens of their document come before
+    # them than their lag.
+    lag_of = np.asarray(lags)[:, :, None]
+    counted = learnt & (since >= lag_of)
+    counts = counted.any(0)
+    asked = _asked(counts, starts, len(lags) - 1)
+    asked[
+        0, 0
+    ] |= not asked.any()  # nothing is learnt here; one query that does not count keeps shapes simple
+    flat = np.flatnonzero(asked)
+    spans = _spans(flat, starts, place)
     queries = np.flatnonzero(counts)
-    first = since == 0
+    by_level = counted.reshape(len(lags), -1)[:, queries]
+    probes = np.flatnonzero(by_level.all(0))
+    some = np.linspace(0, max(len(probes) - 1, 0), min(len(probes), _PROBES)).astype(np.int64)
 
     def to_device(array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -125,16 +161,76 @@ def lay_out(
     def pieces(begins: NDArray[np.bool_]) -> Pieces:
         return Pieces(tuple(np.flatnonzero(begins).tolist()), B * T, T, device)
 
+    def level(lag: NDArray[np.int64], counts: NDArray[np.bool_]) -> Level:
+        of_asked = np.broadcast_to(lag, (B, T)).reshape(-1)[flat]
+        query_ends, keys, key_ends = _pieces_of(spans, flat, lag[:, 0], T)
+        return Level(
+            lags=to_device(np.array(lag[0] if (lag == lag[0]).all() else of_asked)),
+            source=to_device(np.maximum(flat - of_asked, 0)),
+            sees=to_device(since.reshape(-1)[flat] >= of_asked),
+            keys=to_device(keys),
+            key_pieces=Pieces(tuple(key_ends[:-1]), key_ends[-1], T, device),
+            query_pieces=Pieces(tuple(query_ends[:-1]), query_ends[-1], T, device),
+            counts=to_device(counts),
+            num_counted=int(counts.sum()),
+        )
+
     return Layout(
-        batch.tokens.to(device, non_blocking=True),
-        to_device(positions),
-        int(positions.max()),
-        pieces(first),
-        pieces(first | ((since == num_sinks) & (offset > 0))),
-        pieces(first | (since == lag)),
-        to_device(np.maximum(place - lag, 0)),
-        to_device(sees),
-        to_device(queries),
-        to_device(labels.reshape(-1)[queries + 1]),
-        to_device(np.asarray(lags)),
+        tokens=batch.tokens.to(device, non_blocking=True),
+        positions=to_device(positions),
+        max_position=int(positions.max()),
+        documents=pieces(since == 0),
+        own=pieces((since == 0) | ((since == num_sinks) & (offset > 0))),
+        asked=to_device(flat),
+        queries=to_device(np.searchsorted(flat, queries)),
+        labels=to_device(labels.reshape(-1)[queries + 1]),
+        probes=to_device(probes[some]),
+        levels=tuple(level(*one) for one in zip(lag_of, by_level, strict=True)),
     )
+
+
+def _asked(counts: NDArray[np.bool_], starts: NDArray[np.int64], num_parents: int) -> NDArray[np.bool_]:
+    """Where the draft is asked [B, T]: at queries that count, at the `num_parents` tokens before them, and in
+    short gaps between them."""
+    T, far = counts.shape[1], 2**40
+    place = np.arange(T)
+    following = np.minimum.accumulate(np.where(counts, place, far)[:, ::-1], 1)[:, ::-1]
+    previous = np.maximum.accumulate(np.where(counts, place, -far), 1)
+    # The next query that counts must be of the same document, and so must the one before.
+    same = np.take_along_axis(starts, np.minimum(following, T - 1), 1) == starts
+    asked = (following - place <= num_parents) & same
+    return asked | ((following - previous <= _GAP) & same & (previous >= starts))
+
+
+_Span = tuple[int, int, int]
+"""Where a run of neighbouring asked tokens of one document begins and ends in the list of asked tokens, and
+the flat index of the document's first token."""
+
+
+def _spans(flat: NDArray[np.int64], starts: NDArray[np.int64], place: NDArray[np.int64]) -> list[_Span]:
+    first = (starts + np.arange(len(starts))[:, None] * len(place)).reshape(-1)[flat]
+    breaks = np.flatnonzero((np.diff(flat) != 1) | (np.diff(first) != 0)) + 1
+    return [(begin, end, int(first[begin])) for begin, end in pairwise([0, *breaks.tolist(), len(flat)])]
+
+
+def _pieces_of(
+    spans: Sequence[_Span], flat: NDArray[np.int64], lag_of_row: NDArray[np.int64], row_length: int
+) -> tuple[list[int], NDArray[np.int64], list[int]]:
+    """The pieces of cross-attention at one lag: the bounds of the queries, the keys, and their bounds."""
+    query_bounds, keys, key_bounds = [0], [np.zeros(0, np.int64)], [0]
+
+    def add(end: int, first_key: int, last_key: int) -> None:
+        query_bounds.append(end)
+        keys.append(np.arange(first_key, last_key + 1))
+        key_bounds.append(key_bounds[-1] + len(keys[-1]))
+
+    for begin, end, first in spans:
+        lag = int(lag_of_row[first // row_length])
+        # The first queries of a document see no key. They get their own, because a piece needs keys, and what
+        # they find there does not count.
+        blind = min(max(first + lag - int(flat[begin]), 0), end - begin)
+        if blind:
+            add(begin + blind, int(flat[begin]), int(flat[begin]) + blind - 1)
+        if begin + blind < end:
+            add(end, first, int(flat[end - 1]) - lag)
+    return query_bounds, np.concatenate(keys), key_bounds

@@ -7,7 +7,7 @@ a chunk are. So it is computed in the forward pass, and nothing of a chunk is ke
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,56 +29,71 @@ class LossShares(NamedTuple):
 
 
 CROSS_ENTROPY = LossShares()
-Chunk = Callable[[Tensor, Tensor, Tensor, Tensor | None, LossShares], tuple[Tensor, Tensor]]
+Chunk = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, LossShares], tuple[Tensor, Tensor]]
+# torch's label of a query that does not count.
+_IGNORED = -100
 
 
 def one_chunk(
-    hidden: Tensor, head: Tensor, labels: Tensor, teacher: Tensor | None, shares: LossShares
+    hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, log_p: Tensor | None, shares: LossShares
 ) -> tuple[Tensor, Tensor]:
-    """The loss of some queries, and the gradient by their scores [m, V']."""
+    """The loss of some queries, each times its weight [m], and the gradient by their scores [m, V'].
+
+    log_p [m, V'] are the soft targets.
+    """
     soft, overlap = shares
     hard = 1 - soft - overlap
     log_q = F.log_softmax(score(hidden, head), -1)
     label_log_q = log_q.gather(1, labels[:, None])
     q = log_q.exp()
-    loss = -hard * label_log_q.sum()
+    loss = -hard * label_log_q[:, 0]
     by_score = (1 - overlap) * q
-    if teacher is not None:
-        log_p = F.log_softmax(score(teacher, head), -1)
+    if log_p is not None:
         p = log_p.exp()
-        loss = loss + soft * (p * (log_p - log_q)).sum()
+        loss = loss + soft * (p * (log_p - log_q)).sum(-1)
         by_score = by_score - soft * p
         if overlap:
             common = torch.minimum(p, q).sum(-1, keepdim=True).clamp_min(1e-6)
             # Only where q is smaller does the overlap grow with it.
             growing = torch.where(q < p, q, 0.0)
-            loss = loss - overlap * common.log().sum()
+            loss = loss - overlap * common[:, 0].log()
             by_score = by_score - overlap * (growing - q * growing.sum(-1, keepdim=True)) / common
     by_score = by_score.scatter_add(1, labels[:, None], label_log_q.new_full((len(labels), 1), -hard))
-    return loss, by_score.to(head.dtype)
+    return (loss * weights).sum(), (by_score * weights[:, None]).to(head.dtype)
 
 
 def head_loss(
-    hidden: Tensor,
+    hidden: Sequence[Tensor],
     head: Tensor,
     labels: Tensor,
+    weights: Tensor,
     teacher: Tensor | None = None,
     shares: LossShares = CROSS_ENTROPY,
     chunk: Chunk = one_chunk,
 ) -> Tensor:
-    """The loss, summed over M queries, in fp32.
+    """The loss, summed over L levels of M queries, in fp32.
 
-    hidden [M, E] are the draft's hidden states, head [V', E] is its part of the target's head, and labels [M]
-    are rows of it. teacher [M, E] are the target's hidden states at the queries; their scores over the same
-    rows are the soft targets. Only `hidden` gets a gradient. `chunk` is `one_chunk`, plain or compiled.
+    hidden, L times [M, E], are the draft's hidden states, head [V', E] is its part of the target's head, and
+    labels [M] are rows of it. weights [L, M] tell how much each query counts. teacher [M, E] are the target's
+    hidden states at the queries; their scores over the same rows are the soft targets. Only `hidden` gets a
+    gradient. `chunk` is `one_chunk`, plain or compiled.
     """
     if any(shares) and teacher is None:
         raise ValueError("soft targets need the target's hidden states")
-    if not any(shares) and hidden.is_cuda and importlib.util.find_spec("liger_kernel"):
+    if not any(shares) and head.is_cuda and importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        return LigerFusedLinearCrossEntropyLoss(reduction="sum")(head, hidden, labels)
-    loss: Tensor = _ChunkedLoss.apply(hidden, head, labels, teacher, shares, chunk)  # type: ignore[no-untyped-call]
+        # It has no weights, but all queries of a level that count have the same one.
+        total = torch.zeros((), device=head.device)
+        for states, weight in zip(hidden, weights, strict=True):
+            counted = labels.masked_fill(weight == 0, _IGNORED)
+            part = LigerFusedLinearCrossEntropyLoss(reduction="sum", ignore_index=_IGNORED)(
+                head, states, counted
+            )
+            total = total + part * weight.max()
+        return total
+    soft = teacher if any(shares) else None
+    loss: Tensor = _ChunkedLoss.apply(head, labels, weights, soft, shares, chunk, *hidden)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -100,26 +115,29 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
         head: Tensor,
         labels: Tensor,
+        weights: Tensor,
         teacher: Tensor | None,
         shares: LossShares,
         chunk: Chunk,
+        *hidden: Tensor,
     ) -> Tensor:
-        total = hidden.new_zeros((), dtype=torch.float32)
-        gradient = torch.empty_like(hidden)
-        rows = chunk_rows(len(head), hidden.device)
-        for start in range(0, len(hidden), rows):
+        total = weights.new_zeros(())
+        gradients = [torch.empty_like(states) for states in hidden]
+        rows = chunk_rows(len(head), head.device)
+        for start in range(0, len(labels), rows):
             part = slice(start, start + rows)
-            soft_part = None if teacher is None or not any(shares) else teacher[part]
-            loss, by_score = chunk(hidden[part], head, labels[part], soft_part, shares)
-            total += loss
-            torch.mm(by_score, head, out=gradient[part])
-        ctx.save_for_backward(gradient)
+            # The soft targets are the same at every level.
+            log_p = None if teacher is None else F.log_softmax(score(teacher[part], head), -1)
+            for states, weight, gradient in zip(hidden, weights, gradients, strict=True):
+                loss, by_score = chunk(states[part], head, labels[part], weight[part], log_p, shares)
+                total += loss
+                torch.mm(by_score, head, out=gradient[part])
+        ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
-        (gradient,) = ctx.saved_tensors
-        return gradient * outputs[0].to(gradient.dtype), *5 * (None,)
+        scaled = (gradient * outputs[0].to(gradient.dtype) for gradient in ctx.saved_tensors)
+        return *6 * (None,), *scaled

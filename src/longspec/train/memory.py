@@ -21,16 +21,34 @@ def state_bytes(target: ModelConfig, draft: DraftConfig, itemsize: int) -> int:
 
 
 def working_bytes(
-    target: ModelConfig, draft: DraftConfig, itemsize: int, num_tokens: int, device_type: str
+    target: ModelConfig,
+    draft: DraftConfig,
+    itemsize: int,
+    num_tokens: int,
+    device_type: str,
+    recompute_levels: bool = True,
 ) -> int:
-    """What so many tokens at a time take beside the weights: activations, and a chunk of scores."""
+    """What so many tokens at a time take beside the weights: activations, and a chunk of scores.
+
+    At most: the draft is asked at fewer tokens where prompts are not learnt.
+    """
     num_cross, heads = len(draft.layers_of(target)), target.num_heads * target.head_dim
     kept = target.hidden_size + 2 * num_cross * target.num_kv_heads * target.head_dim
     layer = 3 * draft.ffn_size(target) + 6 * target.hidden_size + 2 * (1 + num_cross) * heads
     if draft.use_parent:  # of each lag, its feature and its hidden state are kept
         kept += 2 * draft.max_lag * target.hidden_size
+    levels = 1 if recompute_levels or not draft.use_parent else draft.max_lag
     scores = 4 * num_tokens * (draft.draft_vocab or target.vocab_size)
-    return num_tokens * (kept + 2 * layer) * itemsize + _CHUNKS * min(scores, CHUNK_BYTES[device_type])
+    activations = num_tokens * (kept + (1 + levels) * layer) * itemsize
+    return activations + _CHUNKS * min(scores, CHUNK_BYTES[device_type])
+
+
+def must_recompute(
+    target: ModelConfig, draft: DraftConfig, itemsize: int, num_tokens: int, free: int, device_type: str
+) -> bool:
+    """Whether so many tokens at a time need more than the `free` bytes if all levels are kept."""
+    needed = working_bytes(target, draft, itemsize, num_tokens, device_type, recompute_levels=False)
+    return needed > _SHARE[device_type] * free
 
 
 def fitting_micro_batch(

@@ -1,33 +1,39 @@
 """What the draft learns: to predict the next token from what it will see of the target when it drafts.
 
 The frozen target reads the batch once, without gradients. The draft gets the target's keys and values of the
-cross layers and its final hidden states, shifted by the lag of each row.
+cross layers and its final hidden states, as far as the lag of each row allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspec.attention.packed import Pieces, attend_packed
+from longspec.attention.packed import Pieces, attend_ends, attend_packed
 from longspec.models.draft import GlideDraft
 from longspec.models.layers import PLAIN, BlockByBlock, Ops, Rope, SelfAttention
-from longspec.models.rope import rotate
 from longspec.models.target import Transformer
-from longspec.train.layout import Layout
+from longspec.train.layout import Layout, Level
 from longspec.train.losses import CROSS_ENTROPY, Chunk, LossShares, head_loss, one_chunk, score
 
 Gather = Callable[[list[Tensor]], AbstractContextManager[None]]
 """A context in which weights that are sharded over processes are complete."""
-Read = tuple[Tensor, list[tuple[Tensor, Tensor]]]
-"""The target's hidden states [B, T, E] and the keys and values [B, T, K, D] of the cross layers."""
-# For the progress line, this many queries of a batch are compared with the target.
-_PROBES = 256
+
+
+class Reading(NamedTuple):
+    """What the target has found in a batch."""
+
+    hidden: Tensor
+    """Its final hidden states [B, T, E]."""
+    keys: Tensor
+    """Of all cross layers, [B, T, C K, D]."""
+    values: Tensor
 
 
 @dataclass
@@ -50,28 +56,40 @@ class TargetPass(BlockByBlock):
 
 
 @dataclass(frozen=True)
-class LaggedPass:
-    """The draft's attention in training: its own window, and the target's KV as far as the lag allows."""
+class OwnPass:
+    """The draft's attention to itself in training: to a window of all tokens. The lag does not matter."""
 
     draft: GlideDraft
-    layout: Layout
+    pieces: Pieces
     rope: Rope
-    kv: list[tuple[Tensor, Tensor]]
-    """Keys and values [B, T, K, D] of each cross layer."""
     ops: Ops = PLAIN
 
     def attend_self(self, qkv: Tensor) -> Tensor:
         q, k, v = self.draft.heads(qkv, self.rope)
-        return attend_packed(q, k, v, self.layout.own, self.draft.config.window).flatten(2)
+        return attend_packed(q, k, v, self.pieces, self.draft.config.window).flatten(2)
+
+
+@dataclass(frozen=True)
+class LaggedPass:
+    """The draft's attention to the target in training, at the R asked tokens, as far as the lag allows."""
+
+    draft: GlideDraft
+    level: Level
+    rope: Rope
+    """Of the asked tokens, [R, 1, 1, D]."""
+    keys: Tensor
+    """Of all cross layers, [B T, C K, D]."""
+    values: Tensor
+    ops: Ops = PLAIN
 
     def attend_cross(self, queries: Tensor) -> Tensor:
-        """Zero for a query that sees no target token."""
-        heads = rotate(queries.unflatten(-1, (-1, self.draft.head_dim)), *self.rope)
-        outs = [
-            attend_packed(q, self.layout.shift(k), self.layout.shift(v), self.layout.lagged)
-            for q, (k, v) in zip(heads.chunk(len(self.kv), 2), self.kv, strict=True)
-        ]
-        return (torch.cat(outs, 2) * self.layout.sees[:, :, None, None]).flatten(2)
+        """Zero for a query that sees no target token; queries and result are [R, 1, C H D]."""
+        level = self.level
+        heads = self.draft.cross_heads(queries, self.rope)[:, 0]
+        keys, values = self.keys[level.keys], self.values[level.keys]
+        # Query heads and KV heads are both in the order of the cross layers, so one call attends to all.
+        out = attend_ends(heads, keys, values, level.query_pieces, level.key_pieces)
+        return (out * level.sees[:, None, None]).flatten(1)[:, None]
 
 
 @dataclass(frozen=True)
@@ -102,45 +120,47 @@ class Objective:
     whole: Callable[[Tensor], Tensor] = lambda heads: heads
     chunk: Chunk = one_chunk
 
-    def read(self, layout: Layout) -> Read:
-        """The target's hidden states [B, T, E] and the keys and values of the cross layers."""
+    def read(self, layout: Layout) -> Reading:
+        """Let the target read the batch. This does not depend on the lags."""
         layers = self.draft.config.layers_of(self.target.config)
         self.target.rope.reserve(layout.max_position + 1)
         run = TargetPass(self._rope(layout), layout.documents, layers, self.whole)
         with torch.no_grad():
             hidden = (self.run_target or self.target)(layout.tokens, run)
-        return hidden, [run.kept[layer] for layer in layers]
+        keys, values = (torch.cat(parts, 2) for parts in zip(*(run.kept[n] for n in layers), strict=True))
+        return Reading(hidden, keys, values)
 
-    def draft_hidden(
-        self, layouts: Sequence[Layout], hidden: Tensor, kv: list[tuple[Tensor, Tensor]]
-    ) -> list[Tensor]:
-        """The draft's hidden states [B, T, E] at every query, for layouts of one batch that differ in their
-        lags. For a draft that reads its parents, they are those of lags 1, 2, ..."""
-        rope, uses_feature = self._rope(layouts[0]), self.draft.config.use_feature
+    def draft_hidden(self, layout: Layout, read: Reading) -> list[Tensor]:
+        """The draft's hidden states [R, E] at the asked tokens, for each level of the layout."""
+        rope, uses_feature = self._rope(layout), self.draft.config.use_feature
+        asked_rope = rope[0].flatten(0, 1)[layout.asked, None], rope[1].flatten(0, 1)[layout.asked, None]
+        hidden, keys, values = (one.flatten(0, 1) for one in read)
         levels = [
             (
-                layout.shift(hidden) * layout.sees[:, :, None] if uses_feature else None,
-                layout.lags,
-                LaggedPass(self.draft, layout, rope, kv),
+                (hidden[level.source] * level.sees[:, None])[:, None] if uses_feature else None,
+                level.lags,
+                LaggedPass(self.draft, level, asked_rope, keys, values),
             )
-            for layout in layouts
+            for level in layout.levels
         ]
-        x = F.embedding(layouts[0].tokens, self.target.embedding)
-        return (self.run_draft or self.draft)(x, levels)
+        x = F.embedding(layout.tokens, self.target.embedding)
+        own = OwnPass(self.draft, layout.own, rope)
+        return [states[:, 0] for states in (self.run_draft or self.draft)(x, own, layout.asked, levels)]
 
-    def __call__(self, layouts: Sequence[Layout], read: Read | None = None) -> Outcome:
-        """The loss of one batch, with layouts as in `draft_hidden`. `read` saves the target's pass, if other
-        lags have done it already."""
-        hidden, kv = read or self.read(layouts[0])
-        total, probes = hidden.new_zeros((), dtype=torch.float32), []
+    def __call__(self, layout: Layout, read: Reading | None = None) -> Outcome:
+        """The loss of one batch. `read` saves the target's pass, if other lags have done it already."""
+        read = read or self.read(layout)
         with self.gather([self.target.embedding, self.target.head.weight]):
-            drafted, head = self.draft_hidden(layouts, hidden, kv), self.head()
-            for layout, weight, states in zip(layouts, self.weights(len(layouts)), drafted, strict=True):
-                asked, teacher = (one.flatten(0, 1)[layout.queries] for one in (states, hidden))
-                loss = head_loss(asked, head, layout.labels, teacher, self.shares, self.chunk)
-                total = total + weight * loss
-                probes.append(self._probe(layout, asked, teacher, head))
-        return Outcome(total, torch.cat(probes))
+            states, head = [one[layout.queries] for one in self.draft_hidden(layout, read)], self.head()
+            teacher = read.hidden.flatten(0, 1)[layout.asked[layout.queries]]
+            weights = torch.stack(
+                [
+                    level.counts * weight
+                    for level, weight in zip(layout.levels, self.weights(len(states)), strict=True)
+                ]
+            )
+            loss = head_loss(states, head, layout.labels, weights, teacher, self.shares, self.chunk)
+            return Outcome(loss, self._probe(layout, states, teacher, head))
 
     def weights(self, num_lags: int) -> list[float]:
         """How much the loss counts at each of the lags that are learnt together."""
@@ -156,15 +176,15 @@ class Objective:
         return weight if ids is None else weight[ids]
 
     @torch.no_grad()
-    def _probe(self, layout: Layout, drafted: Tensor, teacher: Tensor, head: Tensor) -> Tensor:
-        count = len(layout.labels)
-        some = torch.linspace(0, max(count - 1, 0), min(count, _PROBES), device=drafted.device).long()
-        ids, labels = self.draft.vocab_ids, layout.labels[some]
-        best = score(drafted[some], head).argmax(-1)
+    def _probe(self, layout: Layout, states: list[Tensor], teacher: Tensor, head: Tensor) -> Tensor:
+        some, ids = layout.probes, self.draft.vocab_ids
+        labels = layout.labels[some]
         scores = score(teacher[some], self.target.head.weight)
+        best = score(torch.cat([one[some] for one in states]), head).argmax(-1)
         if ids is not None:
             best, labels = ids[best], ids[labels]
-        right = best == scores.argmax(-1)
-        own_loss = F.cross_entropy(scores, labels, reduction="none")
-        rows = layout.queries[some] // layout.tokens.shape[1]
-        return torch.stack((right.float(), own_loss, layout.lags[rows].float()), 1)
+        right = best.view(len(states), -1) == scores.argmax(-1)
+        own_loss = F.cross_entropy(scores, labels, reduction="none").expand_as(right)
+        rows = layout.queries[some]
+        lags = [level.lags.expand(len(layout.asked))[rows] for level in layout.levels]
+        return torch.stack((right.float(), own_loss, torch.stack(lags).float()), -1).flatten(0, 1)

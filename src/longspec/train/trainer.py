@@ -27,7 +27,7 @@ from longspec.train.compiled import compile_layers
 from longspec.train.engine import Processes, TrainingEngine, join, local_device, zero_stage
 from longspec.train.layout import Layout, head_rows, lay_out
 from longspec.train.losses import LossShares, one_chunk
-from longspec.train.memory import fitting_micro_batch
+from longspec.train.memory import fitting_micro_batch, must_recompute
 from longspec.train.objective import Objective
 from longspec.train.report import Logger, make_loggers, training_bar
 from longspec.train.samples import Order
@@ -74,19 +74,24 @@ def train(config: DictConfig) -> Path:
 
 
 def divided(stage: StageSettings, parts: Parts, processes: Processes, device: torch.device) -> StageSettings:
-    """The stage with its batch divided into micro-batches that fit, unless the settings say how."""
-    if stage.micro_batch:
-        return stage
-    own, rest = divmod(stage.batch, processes.data_size)
-    if rest:
-        raise UserError(f"stage.batch {stage.batch} is not a multiple of the {processes.data_size} processes")
-    target, draft = parts.pair.target, parts.pair.draft.config
+    """The stage with its batch divided into micro-batches that fit, unless the settings say how.
+
+    If all levels of a micro-batch fit at once, the draft keeps them.
+    """
+    target, draft = parts.pair.target, parts.pair.draft
+    shapes = target.config, draft.config, target.dtype.itemsize
     # What is free here may not be free there: the processes must agree.
     free = processes.least(free_memory(device), device)
-    size = fitting_micro_batch(
-        target.config, draft, target.dtype.itemsize, stage.seq_length, own, free, device.type
-    )
-    return replace(stage, micro_batch=size, accumulation=own // size)
+    if not stage.micro_batch:
+        own, rest = divmod(stage.batch, processes.data_size)
+        if rest:
+            raise UserError(
+                f"stage.batch {stage.batch} is not a multiple of the {processes.data_size} processes"
+            )
+        size = fitting_micro_batch(*shapes, stage.seq_length, own, free, device.type)
+        stage = replace(stage, micro_batch=size, accumulation=own // size)
+    draft.recompute_levels = must_recompute(*shapes, stage.micro_batch * stage.seq_length, free, device.type)
+    return stage
 
 
 def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
@@ -225,9 +230,9 @@ class Trainer:
             self.acceptance = as_record(state.acceptance, evaluate.Acceptance, checkpoint)
         return state.step
 
-    def _load(self, step: int) -> list[list[list[Layout]]]:
-        """This process's micro-batches of a step, each laid out once for every lag, in groups of lags that
-        are learnt together."""
+    def _load(self, step: int) -> list[list[Layout]]:
+        """This process's micro-batches of a step, each laid out once for every lag, or for all lags that are
+        learnt together."""
         stage, per_step = self.stage, self.per_step
         layouts = []
         for micro in range(stage.accumulation):
@@ -240,32 +245,31 @@ class Trainer:
             sequences = [self.parts.mixture[self.order.index(sample)] for sample in samples]
             of_rows, offsets = zip(*drawn, strict=True)
             batch = collate(sequences, stage.collator, stage.mask_prompt)
-            by_lag = [
-                lay_out(batch, lags, offsets, stage.num_sinks, self.rows, self.device)
-                for lags in zip(*of_rows, strict=True)
-            ]
-            layouts.append([by_lag] if self.parts.draws.all_lags else [[one] for one in by_lag])
+            by_lag = list(zip(*of_rows, strict=True))
+            groups = [by_lag] if self.parts.draws.all_lags else [[one] for one in by_lag]
+            layouts.append(
+                [lay_out(batch, lags, offsets, stage.num_sinks, self.rows, self.device) for lags in groups]
+            )
         return layouts
 
     def _step(
-        self, step: int, waiting: Future[list[list[list[Layout]]]], loader: ThreadPoolExecutor
-    ) -> Future[list[list[list[Layout]]]] | None:
+        self, step: int, waiting: Future[list[list[Layout]]], loader: ThreadPoolExecutor
+    ) -> Future[list[list[Layout]]] | None:
         """One optimizer step, during which the batches of the next step are loaded."""
         micro_batches = waiting.result()
         following = loader.submit(self._load, step + 1) if step + 1 < self.num_steps else None
-        counts = [self._count(group) for groups in micro_batches for group in groups]
+        counts = [self._count(layout) for layouts in micro_batches for layout in layouts]
         num_queries = max(1.0, float(self.engine.sum(torch.tensor(float(sum(counts)), dtype=torch.float64))))
         # DeepSpeed averages over backward passes and processes; the loss is the mean over all queries.
         scale = len(counts) * self.processes.data_size / num_queries
         passed = self._time_passed(self.settings.saving.stage_seconds)
         progress = max(step, min(int(passed * self.num_steps), self.num_steps - 1))
         self.rate = learning_rate(self.stage, progress, self.num_steps)
-        for groups in micro_batches:
-            first = groups[0][0]
-            read = self.objective.read(first)  # the target's pass does not depend on the lag
-            self.sums.num_tokens += first.tokens.numel() * self.processes.data_size
-            for group in groups:
-                outcome = self.objective(group, read)
+        for layouts in micro_batches:
+            read = self.objective.read(layouts[0])  # the target's pass does not depend on the lag
+            self.sums.num_tokens += layouts[0].tokens.numel() * self.processes.data_size
+            for layout in layouts:
+                outcome = self.objective(layout, read)
                 self.engine.backward(outcome.loss * scale)
                 self.engine.step(self.rate)
                 self.sums.loss.append(outcome.loss.detach())
@@ -273,10 +277,10 @@ class Trainer:
         self.sums.num_queries += num_queries
         return following
 
-    def _count(self, group: list[Layout]) -> float:
-        """The number of queries of lags that are learnt together, each weighted as its loss is."""
-        weights = self.objective.weights(len(group))
-        return sum(weight * len(layout.labels) for weight, layout in zip(weights, group, strict=True))
+    def _count(self, layout: Layout) -> float:
+        """The number of queries, each weighted as its loss is."""
+        weights = self.objective.weights(len(layout.levels))
+        return sum(weight * level.num_counted for weight, level in zip(weights, layout.levels, strict=True))
 
     def _log(self, step: int, loggers: list[Logger], update: Callable[..., None]) -> None:
         sums, self.sums = self.sums, _Sums()

@@ -98,3 +98,13 @@ def test_loading_imports_nothing_that_takes_seconds() -> None:
     heavy = ("sympy", "torch._dynamo", "transformers.models.auto", "transformers.modeling_utils")
     code = "from longspec import LongSpec\nLongSpec.from_pretrained(calibrate=False)"
     assert newly_imported(heavy, code, before="import torch") == []
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    names = [
+        node.name
+        for path in ROOT.rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert [name for name in set(names) if names.count(name) > 1] == []

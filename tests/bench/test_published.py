@@ -113,6 +113,19 @@ def test_context_goes_to_the_models_limit(tmp_path: Path, tiny_folder: Path) -> 
     ]
 
 
+def test_context_leaves_out_lengths_that_a_file_does_not_have(
+    tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines(tmp_path / "texts.jsonl", [{"context": "It rained again. " * 350, "input": "?"}])
+    flags = ["--methods", "lookup:2", "--repeats", "1", "--max-new-tokens", "4", "--target", str(tiny_folder)]
+    flags += ["--source", str(tmp_path / "texts.jsonl"), "--output", str(tmp_path / "run")]
+    assert main(["bench", "context", *flags]) == 0
+    _, rows = read_run(tmp_path / "run")
+    assert {row["item"] for row in rows} == {"1-1024"}
+    assert main(["bench", "context", *flags, "--lengths", "1024,2044"]) == 2
+    assert "no text long enough for a prompt of 2044 tokens" in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_transformers_beside_us_says_the_same(tmp_path: Path, smollm2_folder: Path) -> None:
     run = tmp_path / "run"

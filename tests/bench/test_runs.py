@@ -72,6 +72,7 @@ def test_every_cell_is_measured_and_nothing_differs_from_vanilla(whole: Path) ->
     assert len({row_key(row) for row in rows}) == len(rows)
     assert {row["method"] for row in rows} == {"vanilla", "lookup"}
     assert about["facts"]["environment"]["device"] == "cpu"
+    assert about["command"].startswith("longspec bench generate ")
     for row in rows:
         assert row["decode_seconds"] > 0
         assert row["prefill_seconds"] > 0
@@ -120,6 +121,7 @@ def test_a_terminal_gets_a_table_and_no_promise_of_plots_that_are_not_there(
     assert main([*command, "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
     assert "│ some/all" in shown
+    assert "tau is how many tokens a round emits" in " ".join(shown.split())
     assert "| --- |" not in shown
     assert f"Rows are in {whole}" in shown.replace("\n", "")
 

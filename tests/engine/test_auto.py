@@ -15,7 +15,7 @@ import pytest
 from longspec import LongSpec
 from longspec.decoding.methods import VANILLA, Auto, Lookup, Method, Seq, Tree
 from longspec.decoding.sampling import Sampling
-from longspec.engine.auto import Outlook, Policy, candidates
+from longspec.engine.auto import Outlook, Policy, candidates, unmeasured
 from longspec.engine.costs import Costs, interpolate, known_costs, measure, timed_sizes
 from longspec.engine.engine import Engine
 from tests.decoding.scripted import (
@@ -119,6 +119,14 @@ def test_rows_decide_together() -> None:
 def test_an_unmeasured_draft_is_assumed_to_be_middling() -> None:
     assert Seq(gamma=2).gain({}) == pytest.approx(1 + 0.6 + 0.36)
     assert pick(policy({"seq:2": 1.2}, acceptance={})).name == "seq"
+
+
+def test_while_nothing_is_measured_plain_rounds_draft_a_chain() -> None:
+    target = tiny_target()
+    draft = tiny_draft(target, max_lag=3)
+    assert pick(tiny_engine(target, draft).policy) == Seq(3, min_confidence=0.2)
+    assert unmeasured(draft, fused=True) == (Tree((4, 16, 16)),)
+    assert unmeasured(None, fused=False) == unmeasured(None, fused=True) == (Lookup(),)
 
 
 def test_what_was_not_measured_follows_from_what_was() -> None:

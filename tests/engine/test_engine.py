@@ -434,6 +434,23 @@ def test_larger_trees_than_there_was_room_for(engine: Engine) -> None:
         assert alone.tokens == one.tokens
 
 
+def test_the_first_token_does_not_wait_for_a_round(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, launch = list[int](), engine.loop.device.round
+    sequence = Sequence([1, 2, 3], 6, Sampling(), 1, frozenset(), METHODS["tree"])
+
+    def launch_and_note(*given: Any) -> Any:
+        told.append(len(sequence.tokens))
+        return launch(*given)
+
+    monkeypatch.setattr(engine.loop.device, "round", launch_and_note)
+    engine.run([sequence])
+    assert told[0] == 1
+    told.clear()
+    ends = Sequence([1, 2, 3], 6, Sampling(), 1, frozenset(sequence.tokens[:1]), METHODS["tree"])
+    engine.run([ends])
+    assert (ends.finish_reason, told) == ("eos", [])
+
+
 def test_threads_share_a_model(tiny: LongSpec) -> None:
     prompts = ["Name three colours.", "Hi", "Count to ten.", "Where is the sea?", "Why?", "A list of fruit:"]
     options: list[dict[str, Any]] = [

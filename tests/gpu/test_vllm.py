@@ -16,7 +16,7 @@ from torch import Tensor
 from longspec.engine.graph import capture
 from longspec.models.layers import look_up
 from longspec.vllm.captured import CapturedChains, Work
-from longspec.vllm.chain import CrossAttention, Parts, Roots, draft_chain
+from longspec.vllm.chain import ChainParts, CrossAttention, Roots, draft_chain
 from longspec.vllm.ring import BatchRing
 from tests.decoding.scripted import tiny_draft, tiny_target
 
@@ -50,9 +50,9 @@ def compare_captured(device: torch.device) -> None:
 
         return cross
 
-    def parts() -> Parts:
+    def parts() -> ChainParts:
         ring = BatchRing(config, draft.config, ROWS, GAMMA, device, torch.float32)
-        return Parts(
+        return ChainParts(
             draft,
             target.rope,
             ring,

@@ -20,9 +20,9 @@ from longspec.hub import resolve_draft
 from longspec.models.layers import Linear, scores
 from longspec.models.rope import RopeTable
 from longspec.vllm.captured import CapturedChains
-from longspec.vllm.chain import CrossAttention, Parts, Roots, draft_chain
+from longspec.vllm.chain import ChainParts, CrossAttention, Roots, draft_chain
 from longspec.vllm.ring import BatchRing, RingRows
-from longspec.vllm.roots import Drafted, find_roots
+from longspec.vllm.roots import DraftedRequests, find_roots
 from longspec.vllm.settings import PROPOSER, read_settings
 
 GAMMA = 4
@@ -79,7 +79,11 @@ def test_chains_beside_another_engine_are_those_of_ours(whole_head: LongSpec, sm
         chains = CapturedChains(parts, GAMMA, other.over, lambda work: work)
 
         def draft(
-            roots: Roots, table: Tensor, captured: bool = captured, parts: Parts = parts, chains: Any = chains
+            roots: Roots,
+            table: Tensor,
+            captured: bool = captured,
+            parts: ChainParts = parts,
+            chains: Any = chains,
         ) -> Tensor:
             if captured:
                 return chains(roots, table)
@@ -90,7 +94,7 @@ def test_chains_beside_another_engine_are_those_of_ours(whole_head: LongSpec, sm
 
 
 def decode(
-    parts: Parts,
+    parts: ChainParts,
     other: OtherEngine,
     draft: Callable[[Roots, Tensor], Tensor],
     texts: list[Any],
@@ -107,7 +111,7 @@ def decode(
         turn += 1
         now = [positions[number] for number in waiting]
         feature = torch.stack([other.hidden[number][positions[number] - 1] for number in waiting])
-        drafted = Drafted(
+        drafted = DraftedRequests(
             [names[number] for number in waiting], [texts[number] for number in waiting], now, feature
         )
         roots = find_roots(parts, rows, drafted, names, GAMMA)
@@ -119,14 +123,14 @@ def decode(
     return kept
 
 
-def make_parts(draft: Any, other: OtherEngine) -> Parts:
+def make_parts(draft: Any, other: OtherEngine) -> ChainParts:
     config = draft.target_config
     rope = RopeTable(config.rope, config.head_dim)
     rope.reserve(2048)
     ring = BatchRing(config, draft.config, 2, GAMMA, torch.device("cpu"), torch.float32)
     head = Linear(config.hidden_size, len(draft.vocab_ids))
     head.weight = torch.nn.Parameter(other.head.weight[draft.vocab_ids], requires_grad=False)
-    return Parts(
+    return ChainParts(
         draft, rope, ring, other.embedding, lambda hidden: draft.vocab_ids[scores(head, hidden).argmax(-1)]
     )
 

@@ -8,6 +8,7 @@ FILE                     a JSONL of yours
 
 from __future__ import annotations
 
+import itertools
 import re
 import sysconfig
 import zipfile
@@ -66,9 +67,11 @@ def context_workload(
 ) -> Workload:
     """Prompts of each length, each length a kind of its own; None is 1024, doubled up to the model's limit.
 
-    The built-in sources give one prompt of each length, a file up to `limit`.
+    The built-in sources give one prompt of each length, a file up to `limit`. If `lengths` is None, lengths
+    that no text of the file has are left out.
     """
     check_source(source)
+    asked = lengths
     if lengths is None:
         longest = model.engine.max_length - max_new_tokens
         lengths = [2**power for power in range(10, 40) if 2**power < longest] + [longest]
@@ -78,8 +81,11 @@ def context_workload(
     if source in SOURCES:
         items = [long_item(model, source, length, str(length)) for length in lengths]
         return Workload("context", tuple(items))
-    items = [item for length in lengths for item in _cut_items(model, Path(source), length, limit)]
-    return Workload(Path(source).name.partition(".")[0], tuple(items))
+    found = {length: _cut_items(model, Path(source), length, limit) for length in lengths}
+    lacking = [length for length, items in found.items() if not items]
+    if lacking and (asked is not None or len(lacking) == len(found)):
+        raise UserError(f"{source} has no text long enough for a prompt of {lacking[0]} tokens")
+    return Workload(Path(source).name.partition(".")[0], tuple(itertools.chain(*found.values())))
 
 
 def check_source(source: str) -> None:
@@ -186,8 +192,6 @@ def _cut_items(model: LongSpec, path: Path, length: int, limit: int) -> list[Ite
             items.append(Item(f"{number}-{length}", str(length), ids=prompt))
         if len(items) == limit:
             break
-    if not items:
-        raise UserError(f"{path} has no text long enough for a prompt of {length} tokens")
     return items
 
 

@@ -77,7 +77,9 @@ def commit() -> str | None:
 
 
 def command_line() -> str:
-    return shlex.join([Path(sys.argv[0]).name.replace("main.py", "longspec"), *sys.argv[1:]])
+    """How this program was started; `python -m longspec` is `longspec`."""
+    name = Path(sys.argv[0]).name
+    return shlex.join(["longspec" if name == "__main__.py" else name, *sys.argv[1:]])
 
 
 class PeakMemory:

@@ -99,7 +99,8 @@ def about(run: Mapping[str, Any]) -> str:
         speed = f"up to {batch} answers side by side, from their submission to the end of the last one"
     return (
         f"Begun {run['begun']}. Whole answers of at most {facts['max_new_tokens']} tokens; speeds are of "
-        f"{speed}, {repeats_text(facts['repeats'])}; speedups are against vanilla in this run."
+        f"{speed}, {repeats_text(facts['repeats'])}; speedups are against vanilla in this run. "
+        "tau is how many tokens a round emits."
     )
 
 

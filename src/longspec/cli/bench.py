@@ -62,7 +62,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_context(parser: argparse.ArgumentParser) -> None:
-    about = "prompt tokens (default: 1024, doubled up to what the model's limit leaves)"
+    about = "prompt tokens (default: 1024, doubled up to what the model's limit leaves, or the file's texts)"
     add_option(parser, Option("lengths", tuple[int, ...], None, about))
     parser.add_argument(
         "--source",

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from longspec.decoding.methods import VANILLA, Lookup, Method, Tree
+from longspec.decoding.methods import VANILLA, Lookup, Method, Seq, Tree
 from longspec.decoding.methods.registry import methods
+from longspec.decoding.methods.seq import MIN_CONFIDENCE
 from longspec.decoding.round import Models
 from longspec.engine.costs import Costs, draft_width
 from longspec.errors import UserError
@@ -20,6 +21,8 @@ from longspec.models.draft import GlideDraft
 ASSUMED_MATCHES = 0.3
 # Speculation is used if it promises at least this many times vanilla's speed.
 LEAST_SPEED = 1.03
+# The longest chain of plain rounds while nothing is measured.
+UNMEASURED_GAMMA = 4
 
 
 class MethodFitter:
@@ -83,10 +86,15 @@ def candidates(draft: GlideDraft | None, acceptance: Mapping[str, Any], fused: b
     return tuple(one for cls in methods().values() for one in cls.candidates(config, acceptance, fused))
 
 
-def unmeasured(draft: GlideDraft | None) -> tuple[Method, ...]:
-    """The method that `auto` considers beside vanilla while nothing is measured."""
+def unmeasured(draft: GlideDraft | None, fused: bool) -> tuple[Method, ...]:
+    """The method that `auto` considers beside vanilla while nothing is measured.
+
+    Plain rounds draft a chain, because on a CPU the default tree's 64 nodes cost more than they gain.
+    """
     if draft is None:
         return (Lookup(),)
+    if not fused:
+        return (Seq(min(UNMEASURED_GAMMA, draft.config.max_lag), min_confidence=MIN_CONFIDENCE),)
     tree = Tree()
     return (replace(tree, tree_shape=tree.tree_shape[: draft.config.max_lag]),)
 

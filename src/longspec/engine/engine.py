@@ -89,7 +89,7 @@ class Engine:
         self.device.ranks = ranks
         self.models = self.device.models
         self.scheduler = Scheduler(PagePool(size.num_pages, size.page_size), size.max_rows)
-        policy = Policy(unmeasured(draft), acceptance or {}, Costs({}, ()))
+        policy = Policy(unmeasured(draft, target.can_fuse), acceptance or {}, Costs({}, ()))
         self.loop = Loop(self.device, self.scheduler, policy, self.candidates)
         self._known_choices: dict[MethodChoice, MethodChoice] = {}
         self._orders: SimpleQueue[Callable[[], object]] = SimpleQueue()

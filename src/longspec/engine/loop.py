@@ -102,9 +102,14 @@ class Loop:
         launched = False
         for _ in range(self.ahead):
             launched |= self._launch_prompts()
+        runs_ahead = self.models.target.device.type == "cuda"
+        if not runs_ahead:
+            # The first tokens are there already. Read them now, because a round takes time, and that time
+            # must not count as the prompt's.
+            self.drain()
         for group, seats in self._groups():
             launched |= self._launch_guided(seats) if group is None else self._launch_round(group, seats)
-        in_flight = IN_FLIGHT if launched and self.models.target.device.type == "cuda" else 0
+        in_flight = IN_FLIGHT if launched and runs_ahead else 0
         while len(self._flight) > in_flight:
             self._read()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspec.vllm.chain import CrossAttention, Parts, Roots, draft_chain
+from longspec.vllm.chain import ChainParts, CrossAttention, Roots, draft_chain
 
 Work = Callable[[], object]
 
@@ -30,7 +30,7 @@ class CapturedChains:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: ChainParts,
         num_tokens: int,
         cross: Callable[[Tensor, Tensor], CrossAttention],
         record: Callable[[Work], Work],

@@ -19,7 +19,7 @@ verified: everything before the root."""
 
 
 @dataclass(frozen=True)
-class Parts:
+class ChainParts:
     """What a chain is made with. The target gives its embedding and its head."""
 
     draft: GlideDraft
@@ -51,7 +51,7 @@ class Roots:
 class _RingPass:
     """The draft's pass over one token a row, after tokens that only leave their keys and values."""
 
-    parts: Parts
+    parts: ChainParts
     rows: Tensor
     """[B]"""
     goals: Tensor
@@ -76,7 +76,7 @@ class _RingPass:
         return torch.cat(outs, 1).flatten(1)[:, None]
 
 
-def draft_chain(parts: Parts, roots: Roots, num_tokens: int, cross: CrossAttention) -> Tensor:
+def draft_chain(parts: ChainParts, roots: Roots, num_tokens: int, cross: CrossAttention) -> Tensor:
     """The next `num_tokens` tokens of each row, int64 [B, n], as the draft expects them."""
     back = torch.arange(roots.tokens.shape[1], device=roots.tokens.device)
     tokens, positions = roots.tokens, (roots.positions[:, None] - back).clamp(min=0)
@@ -97,7 +97,7 @@ def draft_chain(parts: Parts, roots: Roots, num_tokens: int, cross: CrossAttenti
     return torch.stack(found, 1)
 
 
-def read_text(parts: Parts, row: int, tokens: Tensor, first: int) -> None:
+def read_text(parts: ChainParts, row: int, tokens: Tensor, first: int) -> None:
     """Compute the keys and values of tokens [T] at positions `first`, `first` + 1, ..., and write them into a
     row of the ring."""
     positions = torch.arange(first, first + len(tokens), device=tokens.device)[None]

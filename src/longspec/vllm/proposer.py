@@ -14,11 +14,11 @@ from longspec.models.families import config_from_hf
 from longspec.models.native import pack_linears
 from longspec.models.rope import RopeTable
 from longspec.vllm.captured import CapturedChains, Work
-from longspec.vllm.chain import CrossAttention, Parts, Roots, draft_chain
+from longspec.vllm.chain import ChainParts, CrossAttention, Roots, draft_chain
 from longspec.vllm.cross import PagedCross, check_target
 from longspec.vllm.handover import Step, install
 from longspec.vllm.ring import BatchRing, RingRows
-from longspec.vllm.roots import Drafted, find_roots
+from longspec.vllm.roots import DraftedRequests, find_roots
 from longspec.vllm.settings import SECTION
 from longspec.vllm.target import ServedTarget, choose_with, load_for
 
@@ -39,7 +39,7 @@ class DraftProposer:
         self._folder = _draft_folder(vllm_config)
         self._target = config_from_hf(vllm_config.model_config.hf_config)
         self._rows = RingRows(vllm_config.scheduler_config.max_num_seqs)
-        self._parts: Parts | None = None
+        self._parts: ChainParts | None = None
         self._cross: PagedCross | None = None
         self._captured: CapturedChains | None = None
         eager = vllm_config.speculative_config.enforce_eager
@@ -59,7 +59,7 @@ class DraftProposer:
         rope.reserve(model_config.max_model_len + self._num_tokens + 1)
         num_rows = self._config.scheduler_config.max_num_seqs
         ring = BatchRing(self._target, draft.config, num_rows, self._num_tokens, device, dtype)
-        self._parts = Parts(draft, rope, ring, target_model.embed_input_ids, choose)
+        self._parts = ChainParts(draft, rope, ring, target_model.embed_input_ids, choose)
         self._cross = PagedCross(self._config, draft)
         self._captured = self._make_captured(self._parts, self._cross)
 
@@ -81,7 +81,7 @@ class DraftProposer:
         positions = [int(num_tokens_no_spec[row]) - 1 for row in index]
         names = [step.runner.input_batch.req_ids[row] for row in index]
         texts = [token_ids_cpu[row] for row in index]
-        drafting = Drafted(names, texts, positions, step.feature(index, sampled_token_ids))
+        drafting = DraftedRequests(names, texts, positions, step.feature(index, sampled_token_ids))
         roots = find_roots(parts, self._rows, drafting, step.runner.requests, self._num_tokens)
         table = step.common.block_table_tensor
         if index != list(range(len(table))):
@@ -91,7 +91,7 @@ class DraftProposer:
             drafted[row] = chain
         return drafted
 
-    def _draft(self, parts: Parts, step: Step, roots: Roots, table: Tensor, longest: int) -> Tensor:
+    def _draft(self, parts: ChainParts, step: Step, roots: Roots, table: Tensor, longest: int) -> Tensor:
         assert self._cross is not None
         self._cross.bind(step.runner)
         if self._captured is not None:
@@ -99,7 +99,7 @@ class DraftProposer:
         cross = self._cross.over(table, roots.positions.to(torch.int32), longest)
         return draft_chain(parts, roots, self._num_tokens, cross)
 
-    def _make_captured(self, parts: Parts, cross: PagedCross) -> CapturedChains | None:
+    def _make_captured(self, parts: ChainParts, cross: PagedCross) -> CapturedChains | None:
         """None where chains are launched one operation after the other."""
         device, longest = parts.ring.keys.device, self._config.model_config.max_model_len
         if device.type != "cuda" or self._eager or not cross.can_capture:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longspec.vllm.chain import Parts, Roots, read_text
+from longspec.vllm.chain import ChainParts, Roots, read_text
 from longspec.vllm.ring import RingRows
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Drafted:
+class DraftedRequests:
     """The requests that get a chain in this step."""
 
     names: Sequence[str]
@@ -30,7 +30,7 @@ class Drafted:
 
 
 def find_roots(
-    parts: Parts, rows: RingRows, drafted: Drafted, alive: Collection[str], num_tokens: int
+    parts: ChainParts, rows: RingRows, drafted: DraftedRequests, alive: Collection[str], num_tokens: int
 ) -> Roots:
     """The roots for chains of `num_tokens`, with as many tokens before them as the last round may have kept.
 

@@ -19,7 +19,7 @@ _KEYS = ("method", "model", "revision", "num_speculative_tokens", "enforce_eager
 
 
 @dataclass(frozen=True)
-class DraftSettings:
+class ChainSettings:
     """A draft's folder, and how many tokens it proposes in a round."""
 
     folder: Path
@@ -36,7 +36,7 @@ class DraftSettings:
         return {SECTION: {"draft": str(self.folder)}}
 
 
-def read_settings(given: Mapping[str, Any] | None) -> DraftSettings | None:
+def read_settings(given: Mapping[str, Any] | None) -> ChainSettings | None:
     """Our settings in a speculative config; None if it asks for something else."""
     if given is None or not _is_ours(given):
         return None
@@ -60,7 +60,7 @@ def read_settings(given: Mapping[str, Any] | None) -> DraftSettings | None:
             f"num_speculative_tokens is {num_tokens}; the draft {model} was trained for 1 to {deepest}"
         )
     eager = given.get("enforce_eager")
-    return DraftSettings(
+    return ChainSettings(
         folder.absolute(), num_tokens, None if eager is None else flag("enforce_eager", eager)
     )
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from longspec.config import DraftConfig
 from longspec.data.collate import collate
@@ -20,6 +21,8 @@ from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.target import Transformer
+from longspec.train.compiled import compile_layers
+from longspec.train.evaluate import Continuation, chain_acceptance
 from longspec.train.layout import Draws, head_rows, lay_out
 from longspec.train.losses import LossShares, head_loss
 from longspec.train.objective import Objective
@@ -182,6 +185,16 @@ def test_a_long_window_needs_no_square_mask_and_is_right() -> None:
         expected, _ = document_logits(target, draft, layout.tokens[0, :60], list(range(60)), 3)
     assert layout.asked.tolist() == list(range(3, 59))
     torch.testing.assert_close(target.logits(hidden), expected[3:59], rtol=1e-4, atol=1e-4)
+
+
+def test_measuring_texts_of_many_lengths_compiles_nothing() -> None:
+    target, draft = make(PARENTS)
+    objective = Objective(target, draft, chunk=compile_layers(target, draft))
+    texts = [Continuation(list(range(9 + n)), list(range(20))) for n in range(3)]
+    counters.clear()
+    found = chain_acceptance(objective, texts, 4)
+    assert found == chain_acceptance(Objective(*make(PARENTS)), texts, 4)
+    assert not counters["stats"]
 
 
 def test_chunks_change_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

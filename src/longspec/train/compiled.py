@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ def compile_layers(target: Transformer, draft: GlideDraft) -> Chunk:
 
     Weights are inputs of a compiled part, so all layers of the target share one compilation.
     """
+    # It only says which of two equally right kernels the compiler chose.
+    warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
     for block in target.blocks:
         assert isinstance(block, Block)
         _compile(block, "enter", "leave")

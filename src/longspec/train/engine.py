@@ -260,6 +260,7 @@ def _deepspeed() -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed causes warnings in other libraries that users can do nothing about.
     warnings.filterwarnings("ignore", module=r"torch\.distributed\.", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
     try:
         import deepspeed
     except ImportError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -73,12 +74,17 @@ def continuations(
     longest, num_rows = max(text.limit for text in texts), min(len(texts), _ROWS)
     # Not by the free memory, because all processes must do the same work in the same order.
     pages = kv_bytes(target.config, target.dtype, num_rows, longest)
-    # The layers compiled for training would be compiled again for each of the many shapes of decoding.
-    with torch.compiler.set_stance("force_eager"):
+    with _uncompiled():
         engine = make_engine(target, max_length=longest, max_rows=num_rows, kv_memory=pages)
         for _ in engine.run_each(texts):
             pass
     return [Continuation(text.prompt, text.tokens) for text in texts]
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """A context without compilation. Layers compiled for training would be compiled again for each of many
+    shapes, and after a few of them torch compiles nothing more, not even for training."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def save_continuations(path: Path, texts: list[Continuation]) -> None:
@@ -98,7 +104,8 @@ def chain_acceptance(objective: Objective, texts: Many[Continuation], gamma: int
     rounds = kept = 0
     accepted = np.zeros(gamma, np.int64)
     for text in texts:
-        hits = _hits(objective, text, gamma)
+        with _uncompiled():
+            hits = _hits(objective, text, gamma)
         root, last = len(text.prompt), len(text.prompt) + len(text.tokens) - 1
         kept += last - root
         while root < last:

@@ -10,6 +10,7 @@ from longspec.attention import AttentionPlan, choose_backend
 from longspec.cache import Pages
 from longspec.decoding.methods import VANILLA, Lookup, Seq, Tree
 from longspec.decoding.sampling import Sampling
+from longspec.engine.sequence import Sequence
 from longspec.kernels.exact import Paths, attend_exactly, chain_paths
 from longspec.kernels.tree import tree_sees
 from longspec.models.passes import paged_pass
@@ -142,7 +143,7 @@ def test_a_model_gives_a_node_the_bits_of_a_step(
 
 @pytest.mark.skipif(not ON_GPU, reason="takes minutes without a GPU")
 def test_an_engine_says_the_same_by_every_method_and_in_every_company() -> None:
-    target = tiny_target(head_dim=16, hidden_size=48, max_length=512).to(DEVICE, HALF)
+    target = tiny_target(vocab_size=40, head_dim=16, hidden_size=48, max_length=512).to(DEVICE, HALF)
     target.attention = choose_backend("triton")
     draft = tiny_draft(target).to(HALF)
     generator = torch.Generator().manual_seed(0)
@@ -159,3 +160,45 @@ def test_an_engine_says_the_same_by_every_method_and_in_every_company() -> None:
         for index, prompt in enumerate(prompts):
             alone = ask(engine, [prompt], VANILLA, sampling, seed=index, new=40 - 3 * index)
             assert alone[0].tokens == together[index]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="takes minutes without a GPU")
+def test_a_prompt_that_libraries_compute_says_the_same_in_every_company(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever of it is there already, and with pauses."""
+    monkeypatch.setattr("longspec.engine.chunks.BESIDE", 2 * PAGE)
+    monkeypatch.setattr("longspec.engine.chunks.is_large", lambda config: True)
+    monkeypatch.setattr("longspec.engine.engine.is_large", lambda config: True)
+    target = tiny_target(vocab_size=40, head_dim=16, hidden_size=48, max_length=2048).to(DEVICE, HALF)
+    target.attention = choose_backend("triton")
+    document = torch.randint(40, (1200,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = [document[:length] for length in (1100, 700, 650, 300, 100, 520, 1000)]
+    sizes = {"max_length": 1400, "max_rows": 4, "page_size": PAGE, "exact": True}
+    engine = tiny_engine(target, None, num_pages=60, **sizes)
+    assert engine.scheduler.grid == 2 * PAGE
+
+    def alone(prompts: list[list[int]], new: int) -> list[list[int]]:
+        found = []
+        for prompt in prompts:
+            engine.forget()
+            found += [one.tokens for one in ask(engine, [prompt], VANILLA, new=new)]
+        engine.forget()
+        return found
+
+    def check(asked: list[Sequence], expected: list[list[int]]) -> None:
+        """Answers that are asked for together are cut a little earlier, one after the other."""
+        for one, tokens in zip(asked, expected, strict=True):
+            assert one.tokens == tokens[: len(one.tokens)]
+
+    answers = alone(prompts, 160)
+    turns = [[*prompt, *said, 1, 2, 3] for prompt, said in zip(prompts, answers, strict=True)]
+    next_answers = alone(turns, 40)
+    for method in (Lookup(), VANILLA):  # what one leaves, the next shares
+        asked = ask(engine, prompts, method, new=160)
+        check(asked, answers)
+    assert max(one.num_shared for one in asked) >= 4 * PAGE
+    check(ask(engine, turns, VANILLA, new=40), next_answers)
+    few = tiny_engine(target, None, num_pages=24, **sizes)
+    check(ask(few, prompts, VANILLA, new=160), answers)
+    assert few.scheduler.num_paused > 0

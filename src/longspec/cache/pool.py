@@ -89,11 +89,17 @@ class PagePool:
         heapify(self._runs)
         self._num_freed = 0
 
-    def hashes(self, tokens: Sequence[int]) -> list[bytes]:
-        """One hash for each full page of a text, over all tokens up to the end of that page."""
+    def hashes(self, tokens: Sequence[int], border: int | None = None) -> list[bytes]:
+        """One hash for each full page of a text, over all tokens up to the end of that page.
+
+        If there is a `border`, the tokens before it are computed in another way than those after it. Then a
+        hash also tells which pages of the text are computed in which way.
+        """
         found, digest, numbers = [], b"", memoryview(array("q", tokens)).cast("B")
         size = 8 * self.size
         for start in range(0, len(numbers) - size + 1, size):
+            if border is not None and start == 8 * border:
+                digest += b"border"
             whole = blake2b(digest, digest_size=16)
             whole.update(numbers[start : start + size])
             digest = whole.digest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+from longspec.config import ModelConfig
 from longspec.decoding.round import Models
 from longspec.engine.device import PromptPart
 from longspec.engine.fill import MOST_SEGMENTS, SEGMENT
@@ -15,6 +16,19 @@ ALONE, BESIDE = 32768, 2048
 PLAIN_ALONE, PLAIN_BESIDE = 2048, 256
 
 
+def exact_grid(models: Models) -> int:
+    """Tokens of the chunks in which prompts are always computed, if exact rounds need that; else 0.
+
+    Large models compute long prompts with libraries, whose sums depend on the shape of a chunk.
+    """
+    return BESIDE if models.exact and is_large(models.target.config) else 0
+
+
+def is_large(config: ModelConfig) -> bool:
+    """Whether computing a chunk takes longer than launching it, which takes about 0.6 ms a layer."""
+    return 2 * BESIDE * config.num_parameters / 6e14 > 6e-4 * config.num_layers
+
+
 class Chunks:
     """Divides prompts: a long part of one, or segments of several together."""
 
@@ -23,23 +37,15 @@ class Chunks:
         target = models.target
         self._longest = longest_chunk(target.config, target.dtype, target.device, BESIDE, ALONE)
 
-    @property
-    def is_large(self) -> bool:
-        """Whether computing a chunk takes longer than launching it, which takes about 0.6 ms a layer."""
-        config = self._models.target.config
-        seconds = 2 * BESIDE * config.num_parameters / 6e14
-        return seconds > 6e-4 * config.num_layers
-
     def parts(self, filling: list[Seat], alone: bool) -> list[tuple[Seat, PromptPart]]:
         """The next parts of these prompts; `alone`: no row waits for a round meanwhile."""
         first = filling[0]
         left = len(first.text) - first.computed
         if not self._models.fused:
             return [_part(first, first.computed, PLAIN_ALONE if alone else PLAIN_BESIDE)]
-        if left >= BESIDE and self.is_large and self._models.exact:
-            # Borders at fixed places of the text, because a library's sums depend on the shape of a chunk.
-            return [_part(first, first.computed, BESIDE - first.computed % BESIDE)]
-        if left >= BESIDE and self.is_large:
+        if first.computed < first.num_chunked:
+            return [_part(first, first.computed, BESIDE)]
+        if left >= BESIDE and is_large(self._models.target.config) and not self._models.exact:
             return [_part(first, first.computed, self._longest if alone else BESIDE)]
         parts = (
             _part(seat, start, SEGMENT)

@@ -23,6 +23,7 @@ import torch
 from longspec.cache import PagePool
 from longspec.decoding.methods import VANILLA, Method, MethodChoice, Tree
 from longspec.engine.auto import Outlook, Policy, candidates, unmeasured
+from longspec.engine.chunks import exact_grid, is_large
 from longspec.engine.costs import Costs
 from longspec.engine.device import Device, make_device, row_buckets
 from longspec.engine.fill import MOST_SEGMENTS
@@ -88,7 +89,8 @@ class Engine:
             self.device = make_device(target, draft, head, size, num_nodes, exact)
         self.device.ranks = ranks
         self.models = self.device.models
-        self.scheduler = Scheduler(PagePool(size.num_pages, size.page_size), size.max_rows)
+        pool = PagePool(size.num_pages, size.page_size)
+        self.scheduler = Scheduler(pool, size.max_rows, exact_grid(self.models))
         policy = Policy(unmeasured(draft, target.can_fuse), acceptance or {}, Costs({}, ()))
         self.loop = Loop(self.device, self.scheduler, policy, self.candidates)
         self._known_choices: dict[MethodChoice, MethodChoice] = {}
@@ -295,7 +297,7 @@ class Engine:
         if not self.device.captures:
             return
         with self.paused() as device:
-            if self.loop.chunks.is_large:
+            if is_large(self.models.target.config):
                 target, config = self.models.target, self.models.target.config
                 like = target.norm.weight.new_zeros(1, config.num_heads, config.head_dim)
                 target.attention.warm_up(like, config.num_kv_heads, self.max_length)

@@ -31,6 +31,8 @@ class Seat:
     """Sequences of one group run in the same rounds; None for a guided sequence (`Sequence.is_guided`)."""
     is_sampled: bool
     """Whether choosing its tokens takes more than finding the best score."""
+    num_chunked: int
+    """The first tokens of the prompt, which are computed in whole chunks of the scheduler's grid."""
     num_in_flight: int = 0
     """The most tokens that its launches in flight may emit."""
     rounds_in_flight: int = 0
@@ -63,6 +65,9 @@ class Scheduler:
 
     pool: PagePool
     max_rows: int
+    grid: int = 0
+    """If not 0, the bits of a prompt's KV depend on how it is cut. Then it is always cut into chunks of this
+    many tokens and a rest, and pages are shared only by texts that are cut in the same way."""
     waiting: deque[Sequence] = field(default_factory=deque)
     seats: dict[int, Seat] = field(default_factory=dict)
     """By slot; in the order of admission."""
@@ -105,11 +110,11 @@ class Scheduler:
         while self.waiting and len(self.seats) < self.max_rows:
             sequence = self.waiting.popleft()
             text = sequence.text
-            hashes = self.pool.hashes(text)
+            hashes = self._hashes(sequence)
             # At least one token is left to compute, because its logits are needed, and a shared page is never
             # written.
             useful = hashes[: (len(text) - 1) // self.pool.size]
-            shared = self.pool.share(useful)
+            shared = self._share(sequence, useful)
             following = useful[len(shared) : len(shared) + 1]
             if following and self.pool.is_promised(following[0]):
                 # Another sequence computes the same page now: wait for it instead of computing it twice.
@@ -140,10 +145,39 @@ class Scheduler:
         outlook = Outlook(sequence.sampling.temperature)
         group = None if sequence.is_guided else (sequence.method, sequence.draws)
         is_sampled = not sequence.sampling.greedy or sequence.sampling.repetition_penalty != 1
-        seat = Seat(sequence, slot, text, [*shared, *own], hashes, computed, outlook, group, is_sampled)
+        seat = Seat(
+            sequence,
+            slot,
+            text,
+            [*shared, *own],
+            hashes,
+            computed,
+            outlook,
+            group,
+            is_sampled,
+            self._num_chunked(sequence),
+        )
         self.pool.promise(hashes[len(shared) :])
         self.seats[slot] = seat
         return seat
+
+    def _num_chunked(self, sequence: Sequence) -> int:
+        # Only of the prompt: after a pause, the answer's KV must have the bits that rounds gave it.
+        return len(sequence.prompt) // self.grid * self.grid if self.grid else 0
+
+    def _hashes(self, sequence: Sequence) -> list[bytes]:
+        """The hashes of a sequence's text so far."""
+        return self.pool.hashes(sequence.text, self._num_chunked(sequence) if self.grid else None)
+
+    def _share(self, sequence: Sequence, hashes: list[bytes]) -> list[int]:
+        """The pages with these hashes, as far as there are any; of a chunk all or none."""
+        pages = self.pool.share(hashes)
+        num_tokens = len(pages) * self.pool.size
+        if num_tokens >= self._num_chunked(sequence):
+            return pages
+        whole = num_tokens // self.grid * self.grid // self.pool.size
+        self.pool.release(pages[whole:])
+        return pages[:whole]
 
     def note_computed(self, seat: Seat, count: int) -> None:
         """Note that the next `count` tokens of a prompt are being computed. Sequences that are admitted later
@@ -170,7 +204,7 @@ class Scheduler:
         self.pool.withdraw(seat.hashes[seat.computed // size :])
         # The newest token may have no KV yet.
         known = seat.computed if seat.is_filling else len(seat.sequence.text) - 1
-        hashes = seat.hashes if seat.is_filling else self.pool.hashes(seat.sequence.text)
+        hashes = seat.hashes if seat.is_filling else self._hashes(seat.sequence)
         self.pool.remember(seat.pages[: known // size], hashes)
         self.pool.release(seat.pages)
         del self.seats[seat.slot]

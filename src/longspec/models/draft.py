@@ -74,8 +74,8 @@ class GlideDraft(nn.Module):
 
     vocab_ids: Tensor | None
     recompute_levels = False
-    """Whether training computes each level again in the backward pass instead of keeping it. This takes the
-    memory of one level."""
+    """Whether training computes each level again in the backward pass, so that only one level at a time takes
+    memory."""
 
     def __init__(self, target: ModelConfig, config: DraftConfig) -> None:
         super().__init__()
@@ -219,7 +219,8 @@ class GlideDraft(nn.Module):
         stream = x if added is None else x + added
         if above is None or self.parent_reader is None:
             return stream
-        # A query whose parent is not the one before it counts at no level at which it has a parent.
+        # The token before the first one of a span is not asked, so that one gets a wrong parent. No query
+        # that counts depends on it, because as many parents are asked as there are levels above.
         parents = F.pad(above[:-1], (0, 0, 0, 0, 1, 0))
         return stream + PLAIN.normed_linear(self.parent_reader, parents)[0]
 

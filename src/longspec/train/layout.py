@@ -145,9 +145,8 @@ def lay_out(
     counted = learnt & (since >= lag_of)
     counts = counted.any(0)
     asked = _asked(counts, starts, len(lags) - 1)
-    asked[
-        0, 0
-    ] |= not asked.any()  # nothing is learnt here; one query that does not count keeps shapes simple
+    if not asked.any():
+        asked[0, 0] = True  # it does not count, but attention needs a query
     flat = np.flatnonzero(asked)
     spans = _spans(flat, starts, place)
     queries = np.flatnonzero(counts)

@@ -80,7 +80,7 @@ def head_loss(
     """
     if any(shares) and teacher is None:
         raise ValueError("soft targets need the target's hidden states")
-    if not any(shares) and head.is_cuda and importlib.util.find_spec("liger_kernel"):
+    if not any(shares) and len(labels) and head.is_cuda and importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
         # It has no weights, but all queries of a level that count have the same one.

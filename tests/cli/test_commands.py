@@ -127,6 +127,13 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(
     assert named in line
 
 
+def test_without_a_command_it_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
+    assert "longspec generate" in capsys.readouterr().out
+
+
 def test_a_damaged_model_is_refused_and_debug_shows_where(
     smollm2_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

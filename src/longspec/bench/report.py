@@ -88,18 +88,21 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
-def repeats_text(repeats: int) -> str:
-    return "one repeat" if repeats == 1 else f"median of {repeats} repeats (least to most)"
+def repeats_text(repeats: int, shows_range: bool = True) -> str:
+    if repeats == 1:
+        return "one repeat"
+    return f"median of {repeats} repeats{' (least to most)' if shows_range else ''}"
 
 
-def about(run: Mapping[str, Any]) -> str:
+def about(run: Mapping[str, Any], shows_range: bool = True) -> str:
+    """What was measured and how; `shows_range` if the figures beside it have a range."""
     facts = run["facts"]
     speed = "decoding alone"
     if (batch := facts.get("batch", 1)) > 1:
         speed = f"up to {batch} answers side by side, from their submission to the end of the last one"
     return (
         f"Begun {run['begun']}. Whole answers of at most {facts['max_new_tokens']} tokens; speeds are of "
-        f"{speed}, {repeats_text(facts['repeats'])}; speedups are against vanilla in this run. "
+        f"{speed}, {repeats_text(facts['repeats'], shows_range)}; speedups are against vanilla in this run. "
         "tau is how many tokens a round emits."
     )
 

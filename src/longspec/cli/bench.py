@@ -276,7 +276,7 @@ def _show(figures: Sequence[Figures], run: dict[str, Any]) -> None:
         cells += ["-" if one.tau is None else f"{one.tau:.2f}", same]
         last = place + 1 == len(figures) or figures[place + 1].name != one.name
         table.add_row(*(Text(printable(cell)) for cell in cells), end_section=last)
-    console.print(printable(about(run)), markup=False, highlight=False)
+    console.print(printable(about(run, shows_range=False)), markup=False, highlight=False)
     console.print(table)
     for name, why in run.get("left_out", {}).items():
         console.print(printable(f"Left out: {name}: {why}."), markup=False, highlight=False)

@@ -74,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
+    if not argv:
+        parser.print_help()
+        parser.exit()
     for word in argv:
         if word.startswith("--") and word.endswith("=--"):  # argparse would take it for an empty list
             parser.error(f"{word} has no value")

@@ -24,4 +24,4 @@ def test_train_tiny_makes_a_draft_better_than_an_untrained_one(tmp_path: Path) -
     card = (tmp_path / "smollm2-tiny-draft" / "README.md").read_text()
     assert all(f"| {stage} |" in card for stage in ("base", "long", "cot"))
     assert "PSF-2.0" in card
-    assert "seq of 2, tau" in result.stderr
+    assert "seq:2, tau" in result.stderr

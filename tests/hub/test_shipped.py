@@ -137,4 +137,4 @@ def test_wheel_and_sdist_contain_it(smollm2: LongSpec, tmp_path: Path) -> None:
     assert (row["draft"], row["draft_shipped"]) == (DEFAULT_TARGET, True)
     asked = ("generate", "--json", "--no-calibrate", "--max-new-tokens", "6", "--temperature", "0", "Hello")
     used = json.loads(run(*asked))
-    assert (used["method"], used["draft"]) == ("tree", DEFAULT_TARGET)
+    assert (used["method"], used["draft"]) == ("seq", DEFAULT_TARGET)

@@ -11,6 +11,7 @@ DOCUMENT = list(range(100))
 
 
 def seat_of(scheduler: Scheduler, prompt: list[int], said: int = 0) -> Seat:
+    """Admit a prompt, or go on after a pause with an answer of `said` tokens."""
     sequence = Sequence(prompt, 60)
     sequence.tokens = list(range(200, 200 + said))
     scheduler.waiting.append(sequence)
@@ -27,11 +28,12 @@ def answer(scheduler: Scheduler, prompt: list[int], num_new: int) -> None:
     scheduler.release(seat)
 
 
-def shared(grid: int, first: int, num_new: int, second: list[int], said: int = 0) -> int:
-    """How much of a second prompt is there after the first 40 or so tokens of a document were answered."""
+def shared(grid: int, first: int, num_new: int, second: list[int]) -> int:
+    """How many tokens of a second prompt are there, after the document's first tokens got an answer of
+    `num_new` tokens."""
     scheduler = Scheduler(PagePool(100, PAGE), 4, grid)
     answer(scheduler, DOCUMENT[:first], num_new)
-    seat = seat_of(scheduler, second, said)
+    seat = seat_of(scheduler, second)
     assert seat.num_chunked == (len(second) // GRID * GRID if grid else 0)
     return seat.computed
 

@@ -50,7 +50,8 @@ from longspec.train.command import compose_config
 _PLAN, _SPENT = "plan.json", "spent.json"
 # Sequences that a stage is measured on while it trains; their KV must fit into memory at once.
 _HELD_OUT_SEQUENCES, _HELD_OUT_TOKENS = 16, 2**18
-# With a budget, time ends a stage: a device that is faster than planned does up to so many times the steps.
+# A stage with a budget ends when its time is over. Until then, a device that is faster than planned may do
+# this many times the planned steps.
 _FASTER = 2
 # The share of a budget that the last measurement keeps.
 _MEASURING = 0.05

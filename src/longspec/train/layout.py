@@ -148,7 +148,7 @@ def lay_out(
     if not asked.any():
         asked[0, 0] = True  # it does not count, but attention needs a query
     flat = np.flatnonzero(asked)
-    spans = _spans(flat, starts, place)
+    spans = _spans(flat, starts)
     queries = np.flatnonzero(counts)
     by_level = counted.reshape(len(lags), -1)[:, queries]
     probes = np.flatnonzero(by_level.all(0))
@@ -202,12 +202,13 @@ def _asked(counts: NDArray[np.bool_], starts: NDArray[np.int64], num_parents: in
 
 
 _Span = tuple[int, int, int]
-"""Where a run of neighbouring asked tokens of one document begins and ends in the list of asked tokens, and
-the flat index of the document's first token."""
+"""Neighbouring asked tokens of one document: where they begin and end in `asked`, and the flat index of the
+document's first token."""
 
 
-def _spans(flat: NDArray[np.int64], starts: NDArray[np.int64], place: NDArray[np.int64]) -> list[_Span]:
-    first = (starts + np.arange(len(starts))[:, None] * len(place)).reshape(-1)[flat]
+def _spans(flat: NDArray[np.int64], starts: NDArray[np.int64]) -> list[_Span]:
+    B, T = starts.shape
+    first = (starts + T * np.arange(B)[:, None]).reshape(-1)[flat]
     breaks = np.flatnonzero((np.diff(flat) != 1) | (np.diff(first) != 0)) + 1
     return [(begin, end, int(first[begin])) for begin, end in pairwise([0, *breaks.tolist(), len(flat)])]
 

@@ -83,7 +83,7 @@ def head_loss(
     if not any(shares) and len(labels) and head.is_cuda and importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        # It has no weights, but all queries of a level that count have the same one.
+        # Liger takes no weights. All queries of a level that count have the same weight, so scale their sum.
         total = torch.zeros((), device=head.device)
         for states, weight in zip(hidden, weights, strict=True):
             counted = labels.masked_fill(weight == 0, _IGNORED)

@@ -55,6 +55,8 @@ _HELD_OUT_SEQUENCES, _HELD_OUT_TOKENS = 16, 2**18
 _FASTER = 2
 # The share of a budget that the last measurement keeps.
 _MEASURING = 0.05
+# The share of the time that is left which phases may use; the rest is for loading and preparing.
+_ALLOWED = 0.9
 # Measured are a chain, and a tree of 64 nodes without and with lookup, no deeper than the draft.
 _CHAIN, _LEVELS, _NODES, _LOOKED_UP = 4, (8, 16, 16, 16, 16, 16), 64, 12
 
@@ -118,12 +120,13 @@ def make_draft(
             saved = {"asked": options.asked, "plan": asdict(plan)}
             write_whole(work / _PLAN, json.dumps(saved, indent=1).encode())
         phases = list(_Making(options, plan, work).phases())
-        _Schedule(work, plan, tell).run(phases)
+        Schedule(work, plan, tell).run(phases)
     return conclude(work / "measured")
 
 
-class _Schedule:
-    """Runs phases, and gives each its share of the time that is left."""
+class Schedule:
+    """Runs phases, and gives each its share of the time that is left: what one phase saves, the later ones
+    may use."""
 
     def __init__(self, work: Path, plan: Plan, tell: Callable[[str], None]) -> None:
         self._path, self._plan, self._tell = work / _SPENT, plan, tell
@@ -139,7 +142,7 @@ class _Schedule:
             left, allowed = planned, None
             if self._plan.is_limited:
                 left = max(0.0, self._plan.seconds - sum(self._spent.values()))
-                allowed = max(1.0, phase.seconds * min(1.0, left / planned)) if phase.seconds else None
+                allowed = max(1.0, phase.seconds * _ALLOWED * left / planned) if phase.seconds else None
             about = f", about {duration(allowed or phase.seconds)}" if phase.seconds else ""
             whole = f"; {duration(left)} left in all" if left else ""
             self._tell(f"[{number + 1}/{len(phases)}] {phase.name}{about}{whole}")

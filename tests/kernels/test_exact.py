@@ -199,6 +199,6 @@ def test_a_prompt_that_libraries_compute_says_the_same_in_every_company(
         check(asked, answers)
     assert max(one.num_shared for one in asked) >= 4 * PAGE
     check(ask(engine, turns, VANILLA, new=40), next_answers)
-    few = tiny_engine(target, None, num_pages=24, **sizes)
+    few = tiny_engine(target, None, num_pages=14, **sizes)
     check(ask(few, prompts, VANILLA, new=160), answers)
     assert few.scheduler.num_paused > 0

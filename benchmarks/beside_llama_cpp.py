@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("prompts", type=Path, help="JSONL with turns[0]")
     parser.add_argument("--node", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--target", help="ours (default: the GGUF)")
+    parser.add_argument("--draft", help="ours (default: the one that comes with the target)")
     parser.add_argument("--weights", default="int8")
     parser.add_argument("--limit", type=int, default=10, help="prompts")
     parser.add_argument("--max-new-tokens", type=int, default=256)
@@ -62,7 +63,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     model = LongSpec.from_pretrained(
-        arguments.target or arguments.gguf, weights=arguments.weights, max_rows=1, progress=True
+        arguments.target or arguments.gguf,
+        arguments.draft,
+        weights=arguments.weights,
+        max_rows=1,
+        progress=True,
     )
     other = LlamaCpp(arguments.node, arguments.gguf, arguments.threads)
     with arguments.prompts.open() as lines:

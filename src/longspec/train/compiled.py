@@ -26,12 +26,13 @@ def compile_layers(target: Transformer, draft: GlideDraft) -> Chunk:
         _compile(block, "enter", "leave")
         _compile(block.attention, "heads")
     _compile(draft, "enter", "heads")
-    # Dynamic, because every batch asks the draft at another number of tokens.
-    _compile(draft, "enter_level", "query", "cross_heads", "finish", dynamic=True)
-    return torch.compile(one_chunk, dynamic=True)
+    # Every batch asks the draft at another number of tokens. At the second one, torch compiles again for any
+    # number. If it were told so at once, it would not take widths for fixed either, and divide by them slowly.
+    _compile(draft, "enter_level", "query", "cross_heads", "finish", dynamic=None)
+    return torch.compile(one_chunk)
 
 
-def _compile(module: nn.Module, *names: str, dynamic: bool = False) -> None:
+def _compile(module: nn.Module, *names: str, dynamic: bool | None = False) -> None:
     for name in names:
         part: Any = torch.compile(getattr(module, name), dynamic=dynamic)
         setattr(module, name, part)

@@ -95,10 +95,16 @@ def test_prompts_are_many_the_same_again_and_never_held_out(tmp_path: Path) -> N
 def test_long_prompts_are_made_on_demand_and_need_books(tmp_path: Path) -> None:
     documents, held_out = collected(tmp_path)
     output = tmp_path / "long"
-    make_prompts(output, 40, Library([str(documents)]), held_out, {"long_texts": 3, "essays": 1})
+    shares = {"long_texts": 3, "long_retrieval": 1, "essays": 1}
+    make_prompts(output, 40, Library([str(documents)]), held_out, shares)
     found = lines_of(output)
-    assert {line["kind"] for line in found} == {"long_texts", "essays"}
-    assert max(len(line["prompt"]) for line in found) > 12_000
+    assert {line["kind"] for line in found} == set(shares)
+    conversations = [line["turns"] for line in found if line["kind"] != "essays"]
+    assert max(len(turns[0]) for turns in conversations) > 12_000
+    for turns in conversations:  # the text once, and then questions about it
+        assert 2 <= len(turns) <= 8
+        assert len(set(turns)) == len(turns)
+        assert not [turn for turn in turns[1:] if len(turn) > 300 or "{" in turn]
     with pytest.raises(UserError, match="kind 'sonnets' is unknown; there are: maths"):
         make_prompts(output, 40, Library([]), held_out, {"sonnets": 1})
     with pytest.raises(UserError, match="'summaries' quotes books"):

@@ -150,10 +150,10 @@ _LONGEST_ANSWER = 2048
 # In the order in which they are written: passages first, because the prompts of the others quote them.
 _KINDS = {
     "passages": _Kind(0.08, "prompts", "passage_prompts", False, 0.75, written=0.9),
-    "long_asked": _Kind(0.08, "prompts", "long_prompts", True, 0.0625, written=0.06),
+    "long_asked": _Kind(0.12, "prompts", "long_prompts", True, 0.0625, written=0.15),
     "long_continued": _Kind(0.04, "documents", "documents", True, 0.125, 0.7, written=0.15),
     "continued": _Kind(0.1, "documents", "documents", False, 0.5, 0.25),
-    "questions": _Kind(0.25, "questions", None, False, 0.5, written=0.8),
+    "questions": _Kind(0.21, "questions", None, False, 0.5, written=0.8),
     "asked": _Kind(0.45, "prompts", "prompts", False, 0.5),
 }
 # While it trains, a stage is measured on its last dataset.
@@ -310,13 +310,15 @@ class _Planner:
             seq_length=length,
             max_new_tokens=min(_LONGEST_ANSWER, max(16, int(kind.new * length))),
             given_tokens=max(1, min(int(kind.given * length), length - 32)),
-            shard_samples=self._shard_samples(tokens, length),
+            shard_samples=self._shard_samples(kind, tokens, length),
             seconds=round(tokens / self._writing_rate(kind, length), 1),
         )
 
-    def _shard_samples(self, tokens: int, length: int) -> int:
-        samples = tokens // (length // _SAMPLES_PER_SEQUENCE)
-        at_once = _ANSWERS_PER_ROW[self._device.type] * int(self._rows(length))
+    def _shard_samples(self, kind: _Kind, tokens: int, length: int) -> int:
+        samples, rows = tokens // (length // _SAMPLES_PER_SEQUENCE), int(self._rows(length))
+        if kind.is_long:  # the next question about a long text finds its KV in memory
+            return max(_LEAST_SHARD, min(samples, rows))
+        at_once = _ANSWERS_PER_ROW[self._device.type] * rows
         return min(_MOST_SHARD, max(_LEAST_SHARD, samples // _SHARDS, min(samples, at_once)))
 
     def _rows(self, length: int) -> float:
@@ -328,7 +330,7 @@ class _Planner:
     def _writing_rate(self, kind: _Kind, length: int) -> float:
         """Tokens of a dataset per second, with the given ones."""
         config, device = self._config, self._device
-        context = length * (1 - kind.new) if kind.is_long else length / 3
+        context = length * max(1 / 3, kind.given)
         per_token = config.kv_bytes_per_token(device.itemsize)
         weights = config.num_parameters * device.itemsize
         rows = self._rows(length)

@@ -26,8 +26,8 @@ def compile_layers(target: Transformer, draft: GlideDraft) -> Chunk:
         _compile(block, "enter", "leave")
         _compile(block.attention, "heads")
     _compile(draft, "enter", "heads")
-    # Every batch asks the draft at another number of tokens. At the second one, torch compiles again for any
-    # number. If it were told so at once, it would not take widths for fixed either, and divide by them slowly.
+    # Every batch asks the draft at another number of tokens; for the second one, torch compiles again for any
+    # number. With dynamic=True no width would be fixed either, and kernels would divide by widths, slowly.
     _compile(draft, "enter_level", "query", "cross_heads", "finish", dynamic=None)
     return torch.compile(one_chunk)
 

@@ -7,6 +7,7 @@ import bisect
 import itertools
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -143,8 +144,7 @@ class _Shelf:
 
 def names_in(text: str) -> list[str]:
     """People and places that a passage names, most frequent first."""
-    found = [match[0] for match in _NAME.finditer(text)]
-    return sorted(set(found), key=lambda name: (-found.count(name), found.index(name)))
+    return [name for name, _ in Counter(_NAME.findall(text)).most_common()]
 
 
 def _functions_of(text: str) -> list[Function]:

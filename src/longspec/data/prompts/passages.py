@@ -12,23 +12,28 @@ from longspec.data.prompts.wordings import filled, wordings, words
 _RETRIEVED = 500
 
 
-def _filled(rng: Random, template: str, text: str) -> dict[str, Any]:
+# Questions about a long text: a text is read once for all of them, so each one teaches at little cost.
+_LONG_TURNS = (4, 8)
+
+
+def _filled(rng: Random, template: str, text: str, num_names: int = 4) -> str:
     names = names_in(text) or ["the narrator"]
     values = {
-        "name": rng.choice(names[:4]),
+        "name": rng.choice(names[:num_names]),
         "n": str(rng.randint(2, 6)),
         "words": str(rng.choice((20, 30, 50, 80, 100))),
         "tone": rng.choice(words("tones")),
         "who": rng.choice(words("audiences")),
     }
-    return {"prompt": filled(template, text, **values)}
+    return filled(template, text, **values)
 
 
 def quoting(section: str, least: int, most: int) -> Maker:
     """Makes prompts about one passage of so many characters."""
 
     def make(rng: Random, library: Library) -> dict[str, Any]:
-        return _filled(rng, rng.choice(wordings("passages", section)), library.passage(rng, least, most))
+        text = library.passage(rng, least, most)
+        return {"prompt": _filled(rng, rng.choice(wordings("passages", section)), text)}
 
     return make
 
@@ -37,34 +42,47 @@ def rewriting(rng: Random, library: Library) -> dict[str, Any]:
     """A passage, or a sentence or two, to be said otherwise."""
     short = rng.random() < 0.4
     text = " ".join(library.sentence(rng) for _ in range(rng.randint(1, 2))) if short else None
-    return _filled(rng, rng.choice(wordings("passages", "rewrite")), text or library.passage(rng, 300, 1500))
+    text = text or library.passage(rng, 300, 1500)
+    return {"prompt": _filled(rng, rng.choice(wordings("passages", "rewrite")), text)}
 
 
 def retrieval(rng: Random, library: Library) -> dict[str, Any]:
     """Several passages and a question about one of them."""
-    return _retrieve(rng, library, rng.randint(2, 5))
+    texts = _passages(rng, library, rng.randint(2, 5))
+    return {"prompt": _retrieve(rng, texts)}
 
 
 def long_retrieval(rng: Random, library: Library) -> dict[str, Any]:
-    """As many passages as fit into a long prompt, and a question about one of them."""
-    return _retrieve(rng, library, max(2, library.long_size(rng) // _RETRIEVED))
+    """As many passages as fit into a long prompt, and questions about some of them."""
+    texts = _passages(rng, library, max(2, library.long_size(rng) // _RETRIEVED))
+    later = (_question(rng, texts) for _ in range(rng.randint(*_LONG_TURNS) - 1))
+    return {"turns": [_retrieve(rng, texts), *dict.fromkeys(later)]}
 
 
-def _retrieve(rng: Random, library: Library, number: int) -> dict[str, Any]:
-    texts = [library.passage(rng, 250, 700) for _ in range(number)]
+def _passages(rng: Random, library: Library, number: int) -> list[str]:
+    return [library.passage(rng, 250, 700) for _ in range(number)]
+
+
+def _retrieve(rng: Random, texts: list[str]) -> str:
+    asked, label = _question(rng, texts), rng.choice(wordings("passages", "labels"))
+    joined = "\n\n".join(label.format(number) + text for number, text in enumerate(texts, 1))
+    return filled(rng.choice(wordings("passages", "retrieve")), joined, q=asked)
+
+
+def _question(rng: Random, texts: list[str]) -> str:
     names = names_in(rng.choice(texts)) or ["the narrator"]
     others = names_in(" ".join(texts)) or names
-    asked = rng.choice(wordings("passages", "retrieve_asked")).format(
-        name=rng.choice(names[:3]), other=rng.choice(others[:6])
-    )
-    label = rng.choice(wordings("passages", "labels"))
-    joined = "\n\n".join(label.format(number) + text for number, text in enumerate(texts, 1))
-    return {"prompt": filled(rng.choice(wordings("passages", "retrieve")), joined, q=asked)}
+    asked = rng.choice(wordings("passages", "retrieve_asked"))
+    return asked.format(name=rng.choice(names[:3]), other=rng.choice(others[:6]))
 
 
 def long_texts(rng: Random, library: Library) -> dict[str, Any]:
-    """Pages of a book or source files, and what to do with them."""
+    """Pages of a book or source files, what to do with them, and further questions about them."""
     length = library.long_size(rng)
-    if library.has_sources and rng.random() < 0.3:
-        return _filled(rng, rng.choice(wordings("passages", "long_code")), library.file(rng, length))
-    return _filled(rng, rng.choice(wordings("passages", "long")), library.pages(rng, length))
+    is_code = library.has_sources and rng.random() < 0.3
+    section, text = (
+        ("long_code", library.file(rng, length)) if is_code else ("long", library.pages(rng, length))
+    )
+    first = rng.choice(wordings("passages", section))
+    later = rng.sample(wordings("passages", f"{section}_follow"), rng.randint(*_LONG_TURNS) - 1)
+    return {"turns": [_filled(rng, wording, text, num_names=12) for wording in (first, *later)]}

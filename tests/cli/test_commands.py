@@ -432,7 +432,7 @@ def test_ctrl_c_while_auto_measures_stops_the_measuring_alone(smollm2_folder: Pa
 
 def test_chat_without_a_terminal_answers_line_by_line(tiny_folder: Path) -> None:
     chat = (*CHAT, "--target", str(tiny_folder), "--no-calibrate", "--max-new-tokens", "2", "--ignore-eos")
-    result = run(*chat, text="one\n\ntwo\n/exit\nthree\n")
+    result = run(*chat, text="one\n\n/tmp/two is what?\n/exit\nthree\n")
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("ended by length]") == 2
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from longspec.config import DraftConfig, ModelConfig
+from benchmarks.shapes import shape_named
+from longspec.config import DraftConfig
 from longspec.errors import UserError
 from longspec.pipeline.card import plan_text
 from longspec.pipeline.plan import DeviceFacts, Plan, make_plan
 
-SMOLLM2 = ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, tied_head=True)
-QWEN = ModelConfig("qwen2", 151936, 896, 4864, 24, 14, 2, 64, 32768, tied_head=True, qkv_bias=True)
-LLAMA = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072)
+SMOLLM2, QWEN = shape_named("smollm2-135m"), shape_named("qwen2.5-0.5b")
+LLAMA = replace(shape_named("llama3-8b"), max_length=131072)
 H200 = DeviceFacts("cuda", "NVIDIA H200", 139 * 10**9, 7.8e14, 4e12, 2)
 LAPTOP = DeviceFacts("cpu", "a laptop", 8 * 10**9, 8e10, 1e10, 4)
 

@@ -405,17 +405,17 @@ def test_the_defaults_follow_target_data_and_memory(home: Path, tmp_path: Path) 
     from longspec.train.command import compose_config
     from longspec.train.engine import Processes
     from longspec.train.samples import Mixture
-    from longspec.train.trainer import divided
+    from longspec.train.trainer import fit_into_memory
 
     overrides = [f"target.path={home / 'target'}", f"data.train=[{home / 'data'}]", "stage.seq_length=32"]
     settings = OmegaConf.to_object(compose_config([*overrides, "stage.batch=24"]))
     device = torch.device("cpu")
     parts = build(settings, device, False)  # type: ignore[arg-type]
     assert parts.pair.draft.config.cross_layers == (0, 1, 2), "all of the three layers that there are"
-    stage = divided(settings.stage, parts, Processes(0, 1, 1), device)  # type: ignore[union-attr]
+    stage = fit_into_memory(settings.stage, parts, Processes(0, 1, 1), device)  # type: ignore[union-attr]
     assert (stage.optimizer, stage.micro_batch * stage.accumulation) == ("muon", 24)
     with pytest.raises(UserError, match=r"stage\.batch 24 is not a multiple of the 5 processes"):
-        divided(settings.stage, parts, Processes(0, 5, 1), device)  # type: ignore[union-attr]
+        fit_into_memory(settings.stage, parts, Processes(0, 5, 1), device)  # type: ignore[union-attr]
 
     # The vocabulary covers what is written, whatever the prompts say.
     chance, vocabulary = np.random.default_rng(0), 20_000

@@ -14,6 +14,7 @@ new conversation; /exit or Ctrl-D leaves. Without a terminal, each line of the i
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,7 @@ def _talk(model: LongSpec, opening: list[dict[str, str]], chosen: Options) -> No
                 messages = list(opening)
                 model.reset()
                 print("(a new conversation)")
-            elif question.startswith("/") and "\n" not in question:
+            elif re.fullmatch("/[a-z]*", question):  # a question may begin with a path
                 print(f"{printable(question)} is unknown; there are /reset and /exit")
             elif question:
                 _turn(model, messages, question, chosen)

@@ -90,4 +90,5 @@ def figures(result: Generation) -> str:
         parts.append(f"seed {result.seed}")
     kv = "" if result.kv_dtype == result.dtype else f" with KV in {result.kv_dtype}"
     parts.append(f"{printable(result.target)} {result.weights}{kv} on {result.device}")
-    return f"[{'; '.join(parts)}; ended by {result.finish_reason}]"
+    parts.append("stopped" if result.finish_reason == "closed" else f"ended by {result.finish_reason}")
+    return f"[{'; '.join(parts)}]"

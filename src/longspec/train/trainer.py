@@ -68,16 +68,16 @@ def train(config: DictConfig) -> Path:
     _check_run(Path(settings.run), settings, config)
     parts = build(settings, device, zero == 3 or settings.target.tp_size > 1)
     set_seed(settings.seed)
-    settings.stage = divided(settings.stage, parts, processes, device)
+    settings.stage = fit_into_memory(settings.stage, parts, processes, device)
     trainer = Trainer(settings, config, parts, processes, device)
     return trainer.run()
 
 
-def divided(stage: StageSettings, parts: Parts, processes: Processes, device: torch.device) -> StageSettings:
-    """The stage with its batch divided into micro-batches that fit, unless the settings say how.
-
-    If all levels of a micro-batch fit at once, the draft keeps them.
-    """
+def fit_into_memory(
+    stage: StageSettings, parts: Parts, processes: Processes, device: torch.device
+) -> StageSettings:
+    """Divide the stage's batch into micro-batches that fit, unless the settings say how. If all levels of a
+    micro-batch fit too, the draft keeps them."""
     target, draft = parts.pair.target, parts.pair.draft
     shapes = target.config, draft.config, target.dtype.itemsize
     # What is free here may not be free there: the processes must agree.

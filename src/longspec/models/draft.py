@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
 from os import PathLike, fspath
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,11 +27,10 @@ from longspec.models.layers import (
     RMSNorm,
     Rope,
     Stream,
-    Table,
     look_up,
     scores,
 )
-from longspec.models.native import packed
+from longspec.models.native import NativeLinear, packed
 from longspec.models.rope import rotate
 from longspec.models.sharding import SharedTable
 from longspec.models.target import Transformer
@@ -332,12 +331,14 @@ class DraftHead(nn.Module):
     def in_context(self, tokens: Iterable[int]) -> DraftHead | ContextHead:
         """This head; for a reduced head on a CPU, also with the rows of the context's own `tokens`."""
         target = self._target[0]
-        # A packed or rounded head has no rows to read, and on a GPU shapes must stay fixed.
-        has_rows = target.config.tied_head or (isinstance(target.head, Linear) and target.shard is None)
-        if self.vocab_ids is None or target.device.type != "cpu" or not has_rows:
+        if self.vocab_ids is None or target.device.type != "cpu":  # on a GPU shapes must stay fixed
             return self
-        table = target.table if target.config.tied_head else target.head.weight
-        return ContextHead(self, table, tokens)
+        if target.config.tied_head:
+            return ContextHead(self, partial(look_up, target.table), tokens)
+        head: nn.Module = target.head
+        if target.shard is None and isinstance(head, Linear | NativeLinear):
+            return ContextHead(self, head.weight_rows, tokens)
+        return self  # single rows of other forms cannot be read
 
 
 def _head_rows(target: Transformer, ids: Tensor | None) -> Tensor:
@@ -357,10 +358,11 @@ class ContextHead:
     # To read this many fp32 rows takes about as long as to read an int8 head of 8,192 rows.
     MOST = 1024
 
-    def __init__(self, head: DraftHead, table: Table, tokens: Iterable[int]) -> None:
-        self._head, self._table = head, table
+    def __init__(self, head: DraftHead, read_rows: Callable[[Tensor], Tensor], tokens: Iterable[int]) -> None:
+        """`read_rows` returns the rows of the target's head for these tokens."""
+        self._head, self._read_rows = head, read_rows
         self._extra: set[int] = set()
-        self._rows = look_up(table, torch.empty(0, dtype=torch.int64)).float()
+        self._rows = read_rows(torch.empty(0, dtype=torch.int64)).float()
         self.token_ids = head.token_ids
         self.add(tokens)
 
@@ -372,7 +374,7 @@ class ContextHead:
         if fresh:
             ids = torch.tensor(fresh)
             self._extra.update(fresh)
-            self._rows = torch.cat((self._rows, look_up(self._table, ids).float()))
+            self._rows = torch.cat((self._rows, self._read_rows(ids).float()))
             self.token_ids = torch.cat((self.token_ids, ids))
 
     def __call__(self, hidden: Tensor) -> Tensor:

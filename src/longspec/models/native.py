@@ -120,6 +120,9 @@ class NativeLinear(CpuLinear):
 
     def weight_rows(self, ids: Tensor | None) -> Tensor:
         """Rows of the weight as they are used, in fp32; all of them for None."""
+        return self._rows(torch.arange(self.num_out) if ids is None else ids)
+
+    def _rows(self, ids: Tensor) -> Tensor:
         raise NotImplementedError
 
     def _multiply(
@@ -155,11 +158,10 @@ class NativeInt8Linear(NativeLinear):
         largest = min(2**15 - 1, _LARGEST_SUM // (127 * num_in))
         super().__init__(linear, blocks.transpose(1, 2), F.pad(scales, (0, -num_out % lanes)), largest)
 
-    def weight_rows(self, ids: Tensor | None) -> Tensor:
-        plain = self.weight.transpose(1, 2).flatten(2).flatten(0, 1)[: self.num_out, : self.num_in]
-        if ids is None:
-            return plain * self.scales[: self.num_out, None]
-        return plain[ids] * self.scales[ids, None]
+    def _rows(self, ids: Tensor) -> Tensor:
+        lanes = self.weight.shape[2]
+        plain = self.weight[ids // lanes, :, ids % lanes].flatten(1)[:, : self.num_in]
+        return plain * self.scales[ids, None]
 
 
 class NativeFloatLinear(NativeLinear):
@@ -172,9 +174,9 @@ class NativeFloatLinear(NativeLinear):
         blocks = F.pad(plain, (0, 0, 0, -len(plain) % lanes)).unflatten(0, (-1, lanes))
         super().__init__(linear, blocks.transpose(1, 2))
 
-    def weight_rows(self, ids: Tensor | None) -> Tensor:
-        plain = self.weight.transpose(1, 2).flatten(0, 1)[: self.num_out]
-        return (plain if ids is None else plain[ids]).float()
+    def _rows(self, ids: Tensor) -> Tensor:
+        lanes = self.weight.shape[2]
+        return self.weight[ids // lanes, :, ids % lanes].float()
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from longspec.models.layers import (
 )
 from longspec.models.native import NativeLinear, packed
 from longspec.models.rope import rotate
-from longspec.models.sharding import SharedTable
+from longspec.models.sharding import shared_rows
 from longspec.models.target import Transformer
 
 
@@ -305,7 +305,11 @@ class DraftHead(nn.Module):
         if vocab_ids is not None and kept is not None and target.shard is None:
             self.rows = kept.with_rows(vocab_ids.to(target.device))
             return
-        plain = _head_rows(target, None if vocab_ids is None else vocab_ids.to(target.device)).detach()
+        if vocab_ids is None:
+            plain = target.head.weight_rows(None).detach()
+        else:
+            plain = _head_rows(target, vocab_ids.to(target.device)).detach()
+            plain = plain if target.shard is None else target.shard.own_rows(plain)
         rows = Linear(plain.shape[1], len(plain))
         rows.weight = nn.Parameter(plain, requires_grad=False)
         if form is not None and form.supports(rows):
@@ -336,17 +340,17 @@ class DraftHead(nn.Module):
         if target.config.tied_head:
             return ContextHead(self, partial(look_up, target.table), tokens)
         head: nn.Module = target.head
-        if target.shard is None and isinstance(head, Linear | NativeLinear):
-            return ContextHead(self, head.weight_rows, tokens)
+        if isinstance(head, Linear | NativeLinear):
+            return ContextHead(self, partial(_head_rows, target), tokens)
         return self  # single rows of other forms cannot be read
 
 
-def _head_rows(target: Transformer, ids: Tensor | None) -> Tensor:
-    """Rows of the target's head, all of them for None; of a shared target, this process's part of them."""
-    if target.shard is None or ids is None:
+def _head_rows(target: Transformer, ids: Tensor) -> Tensor:
+    """These rows of the target's head, in every process."""
+    if target.shard is None:
         return target.head.weight_rows(ids)
-    table = SharedTable(target.head.weight_rows(None), target.shard)
-    return target.shard.own_rows(table(ids))
+    num_own = -(-target.shard.whole.vocab_size // target.shard.size)
+    return shared_rows(target.head.weight_rows, num_own, ids, target.shard)
 
 
 class ContextHead:

@@ -138,14 +138,20 @@ class SummedLinear(nn.Module):
 
 
 class SharedTable(nn.Module):
-    """An embedding whose rows are divided: the ranks that do not have a token's row add zeros."""
+    """An embedding whose rows are divided."""
 
     def __init__(self, rows: Tensor, shard: Shard) -> None:
         super().__init__()
         self.rows, self.shard = rows, shard
 
     def forward(self, tokens: Tensor) -> Tensor:
-        own = tokens - self.shard.rank * len(self.rows)
-        is_own = (own >= 0) & (own < len(self.rows))
-        found = F.embedding(torch.where(is_own, own, 0), self.rows) * is_own[..., None]
-        return self.shard.sum(found) if tokens.numel() else found
+        return shared_rows(lambda ids: F.embedding(ids, self.rows), len(self.rows), tokens, self.shard)
+
+
+def shared_rows(own_rows: Callable[[Tensor], Tensor], num_own: int, ids: Tensor, shard: Shard) -> Tensor:
+    """Rows of a matrix of which each rank has `num_own`, which `own_rows` reads: the ranks that do not have a
+    row add zeros."""
+    own = ids - shard.rank * num_own
+    is_own = (own >= 0) & (own < num_own)
+    found = own_rows(torch.where(is_own, own, 0)) * is_own[..., None]
+    return shard.sum(found) if ids.numel() else found

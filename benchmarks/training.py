@@ -146,7 +146,8 @@ def flops_per_token(
     target = 2 * blocks + config.num_layers * causal
     layer = 6 * sum(weight.numel() for weight in draft.parameters())
     head = 2 * (draft.config.draft_vocab or config.vocab_size) * config.hidden_size
-    # Attention's backward pass costs 2.5 times its forward pass. A level computes scores and their gradient.
+    # The backward pass of attention costs 2.5 times its forward pass. Each level has two products with the
+    # head: one for the scores, one for the gradient.
     own = 3.5 * pair * min(draft.config.window, length / 2)
     level = layer + 3.5 * draft.num_cross * causal + 2 * head
     num_levels = draft.config.max_lag if draft.config.use_parent else 1

@@ -95,7 +95,7 @@ def repeats_text(repeats: int, shows_range: bool = True) -> str:
 
 
 def about(run: Mapping[str, Any], shows_range: bool = True) -> str:
-    """What was measured and how. `shows_range`: the table below it has the least and the most, too."""
+    """What was measured and how. `shows_range` says whether the table also has the least and the most."""
     facts = run["facts"]
     speed = "decoding alone"
     if (batch := facts.get("batch", 1)) > 1:

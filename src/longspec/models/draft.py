@@ -73,7 +73,7 @@ class GlideDraft(nn.Module):
 
     vocab_ids: Tensor | None
     recompute_levels = False
-    """Whether training computes each level again in the backward pass, so that only one level at a time takes
+    """Whether the backward pass of training computes each level again. Then only one level at a time takes
     memory."""
 
     def __init__(self, target: ModelConfig, config: DraftConfig) -> None:
@@ -218,8 +218,8 @@ class GlideDraft(nn.Module):
         stream = x if added is None else x + added
         if above is None or self.parent_reader is None:
             return stream
-        # The token before the first one of a span is not asked, so that one gets a wrong parent. No query
-        # that counts depends on it, because as many parents are asked as there are levels above.
+        # The first token of a span gets a wrong parent, because the token before it is not asked. No query
+        # that counts is changed: before each of those, as many tokens are asked as there are levels above.
         parents = F.pad(above[:-1], (0, 0, 0, 0, 1, 0))
         return stream + PLAIN.normed_linear(self.parent_reader, parents)[0]
 
@@ -346,11 +346,10 @@ class DraftHead(nn.Module):
 
 
 def _head_rows(target: Transformer, ids: Tensor) -> Tensor:
-    """These rows of the target's head, in every process."""
-    if target.shard is None:
+    """These rows of the target's head. If ranks share it, every rank gets all of these rows."""
+    if (shard := target.shard) is None:
         return target.head.weight_rows(ids)
-    num_own = -(-target.shard.whole.vocab_size // target.shard.size)
-    return shared_rows(target.head.weight_rows, num_own, ids, target.shard)
+    return shared_rows(target.head.weight_rows, shard.each(shard.whole.vocab_size), ids, shard)
 
 
 class ContextHead:

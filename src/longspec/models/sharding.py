@@ -49,9 +49,13 @@ class Shard:
             return (self._part(shape[0]),)
         return (slice(None), self._part(shape[1])) if name.endswith(_BY_COLUMNS) else ()
 
+    def each(self, size: int) -> int:
+        """How many of `size` rows a rank has, with the rows of zeros of the last ranks."""
+        return -(-size // self.size)
+
     def _part(self, size: int) -> slice:
         """Equal parts; the last ones are shorter where the size does not divide."""
-        each = -(-size // self.size)
+        each = self.each(size)
         return slice(min(self.rank * each, size), min((self.rank + 1) * each, size))
 
     def finished(self, name: str, tensor: Tensor) -> Tensor:
@@ -63,7 +67,7 @@ class Shard:
 
     def _padded(self, rows: Tensor, whole: int) -> Tensor:
         """With rows of zeros where this rank has fewer than others, because gathering wants equal parts."""
-        return F.pad(rows, (0, 0, 0, -(-whole // self.size) - len(rows)))
+        return F.pad(rows, (0, 0, 0, self.each(whole) - len(rows)))
 
     def own_rows(self, rows: Tensor) -> Tensor:
         """This rank's part of rows [V', E] that every rank has."""
@@ -149,8 +153,8 @@ class SharedTable(nn.Module):
 
 
 def shared_rows(own_rows: Callable[[Tensor], Tensor], num_own: int, ids: Tensor, shard: Shard) -> Tensor:
-    """Rows of a matrix of which each rank has `num_own`, which `own_rows` reads: the ranks that do not have a
-    row add zeros."""
+    """Rows of a divided matrix: each rank has `num_own` of them, and `own_rows` reads those. The result is a
+    sum over the ranks; a rank that does not have a row adds zeros."""
     own = ids - shard.rank * num_own
     is_own = (own >= 0) & (own < num_own)
     found = own_rows(torch.where(is_own, own, 0)) * is_own[..., None]

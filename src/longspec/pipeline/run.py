@@ -50,12 +50,12 @@ from longspec.train.command import compose_config
 _PLAN, _SPENT = "plan.json", "spent.json"
 # Sequences that a stage is measured on while it trains; their KV must fit into memory at once.
 _HELD_OUT_SEQUENCES, _HELD_OUT_TOKENS = 16, 2**18
-# A stage with a budget ends when its time is over. Until then, a device that is faster than planned may do
-# this many times the planned steps.
+# A stage with a budget ends when its time is over. If the device is faster than planned, the stage does more
+# steps until then, at most this many times the planned ones.
 _FASTER = 2
 # The share of a budget that the last measurement keeps.
 _MEASURING = 0.05
-# The share of the time that is left which phases may use; the rest is for loading and preparing.
+# Phases may use this share of the time that is left, because loading and preparing take time too.
 _ALLOWED = 0.9
 # Measured are a chain, and a tree of 64 nodes without and with lookup, no deeper than the draft.
 _CHAIN, _LEVELS, _NODES, _LOOKED_UP = 4, (8, 16, 16, 16, 16, 16), 64, 12

@@ -35,7 +35,7 @@ from longspec.kernels.tiling import can_copy_rows, copies_tiles, gpu_size, preci
 from longspec.kernels.widen import convert
 
 # The longest row that fits in one tile.
-_LONGEST = 4096
+_LONGEST = 8192
 # The most rows that our kernels multiply with weights of 8 bits.
 _MOST_ROWS_OF_BYTES = 256
 
@@ -74,7 +74,7 @@ def few_rows(
         planes, x = make_planes(x, norm)
         out = multiply_planes(planes, weight, scales, bias, gated, residual, dtype or value.dtype)
         return Residual(out.view(*value.shape[:-1], -1)), x
-    if scales is None and not exact and value.numel() == num_in <= _LONGEST and is_small(weight):
+    if scales is None and not exact and value.numel() == num_in <= _LONGEST and is_small(weight, 1):
         return _one_row(Residual(value, x.delta), weight, bias, norm, gated, residual)
     squares = None
     if norm is not None and x.ahead is not None:
@@ -301,7 +301,7 @@ def tile_of_bytes(
 def covers(x: Tensor, weight: Tensor) -> bool:
     """Whether to use `few_rows` for this product."""
     num_rows = x.numel() // x.shape[-1]
-    if is_small(weight):
+    if is_small(weight, num_rows):
         return num_rows <= MOST_ROWS
     # Without tensor cores (a single row, or fp32) a library is faster with a large matrix.
     return 1 < num_rows <= MOST_ROWS and x.dtype != torch.float32

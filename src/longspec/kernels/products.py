@@ -26,11 +26,15 @@ GROUP = tl.constexpr(16)
 LINE = 128
 """Bytes of a cache line."""
 # The most weights of a small matrix.
-_SMALL = 1 << 22
+_SMALL = 1 << 23
 
 
-def is_small(weight: Tensor) -> bool:
-    """Whether the product takes less time than the launches around it."""
+def is_small(weight: Tensor, num_rows: int = 2) -> bool:
+    """Whether the product of so many rows takes little more time than the launches around it."""
+    if num_rows == 1:
+        return 2 * weight.numel() <= 3 * _SMALL
+    if weight.itemsize == 1:
+        return 2 * weight.numel() <= _SMALL  # larger ones of 8 bits were not timed with small tiles
     return weight.numel() <= _SMALL
 
 

@@ -1,0 +1,57 @@
+"""Let a draft learn deeper lags than it has, before it is trained on:
+
+python -m recipes.smollm2.deepen src/longspec/drafts/smollm2-135m outputs/deeper --max-lag 8
+
+The gates of the new lags begin as those of the deepest known lag. The new folder has no table of acceptance,
+because what was measured is of the old depth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+GATES = ("lag_scale", "lag_shift")
+HISTORY = "training.yaml"
+
+
+def deepen(draft: Path, output: Path, max_lag: int) -> None:
+    """Write the draft with `max_lag` lags to a new folder."""
+    config = json.loads((draft / "config.json").read_text(encoding="utf-8"))
+    known = config["draft"]["max_lag"]
+    if max_lag <= known:
+        sys.exit(f"--max-lag is {max_lag}, and {draft} has {known} lags already; give more")
+    tensors = load_file(draft / "model.safetensors")
+    for name in GATES if config["draft"]["lag_gate"] else ():
+        gates = tensors[name].view(known, -1)
+        tensors[name] = torch.cat((gates, gates[-1:].expand(max_lag - known, -1))).flatten()
+    config["draft"]["max_lag"], config["acceptance"] = max_lag, {}
+    output.mkdir(parents=True)
+    save_file(tensors, output / "model.safetensors", {"format": "pt"})
+    if (draft / HISTORY).is_file():
+        shutil.copy(draft / HISTORY, output)
+    # Last, because it makes the folder a draft.
+    (output / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the flags and write the draft."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("draft", type=Path, help="a folder")
+    parser.add_argument("output", type=Path, help="a new folder")
+    parser.add_argument("--max-lag", type=int, required=True, metavar="N", help="more than the draft has")
+    flags = parser.parse_args(arguments)
+    deepen(flags.draft, flags.output, flags.max_lag)
+
+
+if __name__ == "__main__":
+    main()

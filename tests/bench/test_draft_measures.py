@@ -127,7 +127,7 @@ def test_tau_by_context_goes_from_a_file_into_the_drafts_folder(
     for _ in range(2):  # a second time it replaces what it wrote
         assert main(["bench", "acceptance", str(run), "--draft", str(draft)]) == 0
     table = load_draft(draft, target, "tiny").acceptance
-    assert (len(table["chain"]), list(table["trees"])) == (3, ["2,2,2", "2,4,4/5"])
+    assert (len(table["chain"]), list(table["trees"])) == (3, ["2,2,2", "2,4,4/5", "2,4,4/9+3"])
     first = sum(1 for row in rows if row["method"] == "seq:3" for depth in row["depths"][0] if depth == 1)
     rounds = sum(row["rounds"] for row in rows if row["method"] == "seq:3")
     assert table["chain"][0] == pytest.approx(first / rounds, abs=1e-4)

@@ -139,10 +139,21 @@ def test_what_was_not_measured_follows_from_what_was() -> None:
     assert tree(5, chain) == pytest.approx(alone), "as many nodes as a chain"
     assert alone < tree(8, chain) < tree(16, chain) < tree(53, chain) < 5
     measured = [0.9, 0.8, 0.72, 0.6]
-    known = chain | {"trees": {"4,16,16,16": measured, "4,16,16,16/16": [0.85, 0.7, 0.6, 0.5]}}
+    trees = {"4,16,16,16": measured, "4,16,16,16/16": [0.85, 0.7, 0.6, 0.5]}
+    known = chain | {"trees": trees}
     assert tree(53, known) == pytest.approx(1 + sum(measured))
     assert tree(16, known, depth=2) == pytest.approx(1 + 0.85 + 0.7)
     assert alone < tree(8, known) < tree(16, known) < tree(32, known) < tree(53, known)
+    # What lookup adds to a tree is measured with that tree, or taken from the others.
+    found = [0.95, 0.88, 0.8, 0.7, 0.4]
+    both = chain | {"trees": trees | {"4,16,16,16/16+12": found}}
+    assert Tree((4, 16, 16, 16), 16, 12).gain(both) == pytest.approx(1 + sum(found))
+    factor = sum(found) / (0.85 + 0.7 + 0.6 + 0.5)
+    assert Tree((4, 16, 16, 16), 32, 12).gain(both) == pytest.approx(1 + factor * (tree(32, known) - 1))
+    assert Tree((4, 16, 16, 16), 16, 12).gain(known) == tree(16, known)
+    assert tree(32, both) == tree(32, known)
+    draft = tiny_draft(tiny_target(), max_lag=4)
+    assert candidates(draft, both, fused=True) == candidates(draft, known, fused=True)
     # A draft whose trees gain nothing over its chain is not thought to gain from other trees.
     poor = chain | {"trees": {"4,16,16,16": [0.7**power for power in (1, 2, 3, 4)]}}
     assert tree(32, poor) == pytest.approx(alone)

@@ -50,8 +50,8 @@ def acceptance_table(rows: Sequence[Row]) -> dict[str, Any]:
         own = [row for row in greedy if row["method"] == label and row["repeat"] == 0]
         if isinstance(method, Seq):
             chains[method.gamma] = _shares(own, method.gamma)
-        elif isinstance(method, Tree) and not method.num_lookup:  # looked-up tokens are not the draft's
-            trees[method.key] = _shares(own, len(method.shape))
+        elif isinstance(method, Tree):
+            trees[method.key] = _shares(own, method.depth)
     return ({"chain": chains[max(chains)]} if chains else {}) | ({"trees": trees} if trees else {})
 
 

@@ -77,7 +77,7 @@ def _spread(weight: Tensor, count: int) -> Tensor:
 
 Share = Annotated[float, Field(ge=0, le=1)]
 # The numbers are bounded, because each becomes a loop of a round or a row of a table.
-_TREE = r"^[1-9][0-9]{0,3}(,[1-9][0-9]{0,3}){0,63}(/[1-9][0-9]{0,3})?$"
+_TREE = r"^[1-9][0-9]{0,3}(,[1-9][0-9]{0,3}){0,63}(/[1-9][0-9]{0,3})?(\+[1-9][0-9]?)?$"
 
 
 class AcceptanceTable(TypedDict, total=False):

@@ -108,8 +108,14 @@ class Tree(Drafted):
         return replace(fitted, width=max(width, fitted.depth + 1))
 
     def gain(self, acceptance: Mapping[str, Any]) -> float:
-        """Looked-up tokens do not count."""
-        measured = self._measured(acceptance.get("trees", {}))
+        """By this tree's measurement; else by that of other trees and of a chain."""
+        trees = acceptance.get("trees", {})
+        if self.num_lookup:
+            if self.key in trees:
+                return 1 + sum(trees[self.key])
+            drafted = replace(self, num_lookup=0).gain(acceptance)
+            return 1 + (drafted - 1) * _lookup_factor(trees)
+        measured = self._measured(trees)
         if measured is not None:
             return 1 + sum(measured)
         factor = self._spread ** -_branching(acceptance)
@@ -128,16 +134,18 @@ class Tree(Drafted):
 
     @property
     def key(self) -> str:
-        """The tree's name in a draft's table of acceptance: its shape, and the number of nodes that are kept
-        if not all are, as in "4,16,16/32"."""
-        kept = "" if self.num_nodes > sum(self.tree_shape) else f"/{self.num_nodes}"
-        return ",".join(map(str, self.tree_shape)) + kept
+        """The tree's name in a draft's table of acceptance: its shape, the number of nodes that are kept if
+        not all are, and the number of looked-up tokens if there are any, as in "4,16,16/32+12"."""
+        kept = f"/{self.num_nodes}" if self.num_nodes < self.num_drafted + self.num_lookup else ""
+        looked_up = f"+{self.num_lookup}" if self.num_lookup else ""
+        return ",".join(map(str, self.tree_shape)) + kept + looked_up
 
     @classmethod
     def from_key(cls, key: str) -> Self:
         """The tree that has this key."""
-        shape, _, kept = key.partition("/")
-        return cls(tuple(map(int, shape.split(","))), int(kept) if kept else None)
+        rest, _, looked_up = key.partition("+")
+        shape, _, kept = rest.partition("/")
+        return cls(tuple(map(int, shape.split(","))), int(kept) if kept else None, int(looked_up or 0))
 
     @property
     def _spread(self) -> float:
@@ -152,7 +160,8 @@ class Tree(Drafted):
         if draft is None:
             return
         deepest = draft.max_lag
-        trees = [cls.from_key(key) for key in acceptance.get("trees", {})]
+        measured = (replace(cls.from_key(key), num_lookup=0) for key in acceptance.get("trees", {}))
+        trees = list(dict.fromkeys(measured))
         known = {tree.num_nodes for tree in trees if len(tree.tree_shape) <= deepest}
         trees += [_usual(nodes, min(depth, deepest)) for nodes, depth in TREES.items() if nodes not in known]
         for tree in trees:
@@ -178,9 +187,21 @@ def _branching(acceptance: Mapping[str, Any]) -> float:
     """The power that `BRANCHING` assumes, from this draft's own measurements if there are any."""
     found = []
     for key, accepted in acceptance.get("trees", {}).items():
-        spread = Tree.from_key(key)._spread
+        if (tree := Tree.from_key(key)).num_lookup:
+            continue
+        spread = tree._spread
         chain = chain_rates(acceptance, len(accepted))
         missed = [len(accepted) - sum(rates) for rates in (chain, conditional(accepted))]
         if "chain" in acceptance and min(missed) > 0 and spread > 1:
             found.append(math.log(missed[0] / missed[1]) / math.log(spread))
     return max(sum(found) / len(found), 0.0) if found else BRANCHING
+
+
+def _lookup_factor(trees: Mapping[str, Sequence[float]]) -> float:
+    """How many times as many tokens are accepted with lookup as without, by trees measured both ways."""
+    found = []
+    for key, accepted in trees.items():
+        alone = sum(trees.get(key.partition("+")[0], ()))
+        if "+" in key and alone:
+            found.append(sum(accepted) / alone)
+    return sum(found) / len(found) if found else 1.0

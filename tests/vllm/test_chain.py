@@ -154,9 +154,9 @@ def test_the_benchmark_gives_our_engine_the_next_request_when_one_ends(
         submit(sequences)
 
     monkeypatch.setattr(whole_head.engine, "submit", counted)
-    found = our_engine(given)(prompts, 2, 8)
-    assert running == [1, 2, 2]
-    alone = whole_head.generate(prompts, method="seq", gamma=4, max_new_tokens=8, temperature=0)
+    found = our_engine(given)(prompts, 2, 10)
+    assert running == [1, 2, 2], "with ten tokens, the draft that ships lets one of the two end first"
+    alone = whole_head.generate(prompts, method="seq", gamma=4, max_new_tokens=10, temperature=0)
     assert found == [rounds_of(one.depths) for one in alone]
 
 
@@ -195,7 +195,7 @@ def test_a_speculative_config_of_ours_is_recognised(tmp_path: Path) -> None:
     for others in (None, {"method": "ngram"}, {"model": str(tmp_path)}, {"model": "org/name"}):
         assert read_settings(others) is None
     for wrong, told in (
-        ({"num_speculative_tokens": 7}, "num_speculative_tokens is 7; the draft .* was trained for 1 to 6"),
+        ({"num_speculative_tokens": 9}, "num_speculative_tokens is 9; the draft .* was trained for 1 to 8"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
         ({"prompt_lookup_max": 3}, "prompt_lookup_max"),
     ):

@@ -1,4 +1,4 @@
-"""Let a draft learn deeper lags than it has, before it is trained on:
+"""Give a draft more lags, so that further training can teach it to draft deeper:
 
 python -m recipes.smollm2.deepen src/longspec/drafts/smollm2-135m outputs/deeper --max-lag 8
 
@@ -18,8 +18,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from longspec.atomic import unfinished
+from longspec.train.export import TRAINING
+
 GATES = ("lag_scale", "lag_shift")
-HISTORY = "training.yaml"
 
 
 def deepen(draft: Path, output: Path, max_lag: int) -> None:
@@ -28,17 +30,19 @@ def deepen(draft: Path, output: Path, max_lag: int) -> None:
     known = config["draft"]["max_lag"]
     if max_lag <= known:
         sys.exit(f"--max-lag is {max_lag}, and {draft} has {known} lags already; give more")
+    if output.exists():
+        sys.exit(f"{output} exists already; give a new folder")
     tensors = load_file(draft / "model.safetensors")
     for name in GATES if config["draft"]["lag_gate"] else ():
         gates = tensors[name].view(known, -1)
         tensors[name] = torch.cat((gates, gates[-1:].expand(max_lag - known, -1))).flatten()
     config["draft"]["max_lag"], config["acceptance"] = max_lag, {}
-    output.mkdir(parents=True)
-    save_file(tensors, output / "model.safetensors", {"format": "pt"})
-    if (draft / HISTORY).is_file():
-        shutil.copy(draft / HISTORY, output)
-    # Last, because it makes the folder a draft.
-    (output / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    with unfinished(output) as building:
+        building.mkdir()
+        save_file(tensors, building / "model.safetensors", {"format": "pt"})
+        if (draft / TRAINING).is_file():
+            shutil.copy(draft / TRAINING, building)
+        (building / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,7 +12,7 @@ from recipes.smollm2.deepen import main
 from tests.decoding.scripted import ask, tiny_draft, tiny_engine, tiny_target
 
 
-def test_a_draft_gets_deeper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_draft_gets_deeper(tmp_path: Path) -> None:
     target = tiny_target()
     known = tiny_draft(target, max_lag=3)
     known.save_pretrained(tmp_path / "known", target, "tiny", {"chain": [0.5, 0.3, 0.2]})
@@ -34,3 +34,6 @@ def test_a_draft_gets_deeper(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit, match="has 3 lags already"):
         main([str(tmp_path / "known"), str(tmp_path / "again"), "--max-lag", "3"])
     assert not (tmp_path / "again").exists()
+    with pytest.raises(SystemExit, match="exists already"):
+        main([str(tmp_path / "known"), str(tmp_path / "deeper"), "--max-lag", "6"])
+    assert load_draft(tmp_path / "deeper", target, "tiny").draft.config.max_lag == 5

@@ -30,7 +30,7 @@ _SMALL = 1 << 23
 
 
 def is_small(weight: Tensor, num_rows: int = 2) -> bool:
-    """Whether the product of so many rows takes little more time than the launches around it."""
+    """Whether the product of one row, or of several, takes little more time than the launches around it."""
     if num_rows == 1:
         return 2 * weight.numel() <= 3 * _SMALL
     if weight.itemsize == 1:

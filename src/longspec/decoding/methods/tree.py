@@ -108,7 +108,7 @@ class Tree(Drafted):
         return replace(fitted, width=max(width, fitted.depth + 1))
 
     def gain(self, acceptance: Mapping[str, Any]) -> float:
-        """By this tree's measurement; else by that of other trees and of a chain."""
+        """From the measurement of this tree, or else from those of other trees and of a chain."""
         trees = acceptance.get("trees", {})
         if self.num_lookup:
             if self.key in trees:
@@ -198,10 +198,12 @@ def _branching(acceptance: Mapping[str, Any]) -> float:
 
 
 def _lookup_factor(trees: Mapping[str, Sequence[float]]) -> float:
-    """How many times as many tokens are accepted with lookup as without, by trees measured both ways."""
+    """How many times as many tokens a tree accepts with lookup as without: the mean of the trees that were
+    measured both ways, and 1 if there are none."""
     found = []
     for key, accepted in trees.items():
-        alone = sum(trees.get(key.partition("+")[0], ()))
-        if "+" in key and alone:
+        tree = Tree.from_key(key)
+        alone = sum(trees.get(replace(tree, num_lookup=0).key, ()))
+        if tree.num_lookup and alone:
             found.append(sum(accepted) / alone)
     return sum(found) / len(found) if found else 1.0

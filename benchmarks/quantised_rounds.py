@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, nargs="+", default=[4096], metavar="N", help="tokens (4096)")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows (%(default)s)")
     parser.add_argument("--draft-vocab", type=int, default=0, metavar="N", help="0 is all (%(default)s)")
+    parser.add_argument("--max-nodes", type=int, metavar="N", help="of the tree that are verified (all)")
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="timed at a time (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns each (%(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (%(default)s)")
@@ -78,6 +79,7 @@ def _measure(arguments: argparse.Namespace, weights: str, kv: str) -> list[Laten
         shape=arguments.shape,
         contexts=tuple(arguments.context),
         batches=(arguments.batch,),
+        max_nodes=arguments.max_nodes,
         draft=DraftConfig(draft_vocab=arguments.draft_vocab),
         rounds=arguments.rounds,
         repeats=arguments.repeats,

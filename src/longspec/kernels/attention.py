@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from longspec.kernels.launch import await_turn, fetch, launched, overlap
+from longspec.kernels.launch import await_previous, await_turn, fetch, launched, overlap, start_next
 from longspec.kernels.pages import check_tables, place_of
 from longspec.kernels.tiling import (
     Tiling,
@@ -34,6 +34,8 @@ from longspec.kernels.tiling import (
 
 # Rows of a merging program: the smallest number that `tl.dot` accepts.
 MERGE_ROWS = 16
+# From this width of all heads on, the product after a single query's attention starts when that is done.
+_LATE_WIDTH = 4096
 _UNBOUNDED = 2**31 - 1
 
 
@@ -234,11 +236,15 @@ def _merge_kernel(
     num_rows, num_nodes, num_splits, window, heads, group, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     SLICE: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, NODES: tl.constexpr,
-    TREE: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    TREE: tl.constexpr, OWN: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute SLICE numbers of each head's result. Each slice computes the few scores again.
 
     Queries and nodes were written before the first launch, so this kernel attends to them while that runs.
+
+    With LATE the next kernel starts at the end: a large product of one row loads megabytes of weights as soon
+    as it starts, and the few parts that are merged here would wait behind them.
     """
     tile, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, head = problem // heads, problem % heads
@@ -274,13 +280,17 @@ def _merge_kernel(
             else:
                 visible = pairs & (node[None, :] <= (row // group)[:, None])
             high, total, acc = absorb(query, key, value, visible, high, total, acc, scale, PRECISION, True)
-    await_turn(OVERLAP)
+    await_previous(OVERLAP)
+    if not LATE:
+        start_next(OVERLAP)
     lses, outs = load_parts(part_out, part_lse, 0, num_parts, at, row, num_rows, ours, D, PARTS)
     high, total, acc = absorb_parts(lses, outs, high, total, acc)
     for first in tl.range(PARTS, num_parts, PARTS):
         lses, outs = load_parts(part_out, part_lse, first, num_parts, at, row, num_rows, ours, D, PARTS)
         high, total, acc = absorb_parts(lses, outs, high, total, acc)
     write_rows(out, lse, b, head, row, ours, high, total, acc, num_rows, heads, group, D)
+    if LATE:
+        start_next(OVERLAP)
 
 
 @triton.jit
@@ -368,7 +378,7 @@ def attend(
         num_rows, T, num_splits, last, K, H // K, score_scale(D), **shape,
         BLOCK_R=MERGE_ROWS, BLOCK_N=_node_block(T, D, q.dtype), SLICE=piece, PARTS=parts,
         UNIT=tiling.num_keys, NODES=nodes and not own, TREE=tree is not None, OWN=own,
-        num_warps=4, num_stages=1, **overlap(q.device),
+        LATE=own and H * D >= _LATE_WIDTH, num_warps=4, num_stages=1, **overlap(q.device),
     )  # fmt: skip
     return out, lse
 

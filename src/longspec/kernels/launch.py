@@ -64,9 +64,24 @@ def _compile(works: Iterable[Callable[[], object]]) -> None:
 
 @triton.jit
 def await_turn(OVERLAP: tl.constexpr) -> None:
-    """Wait until the previous kernel is done. Call it before the first access to what that one may touch."""
+    """Wait until the previous kernel is done, then let the next one start. Call it before the first access to
+    what the previous one may touch."""
+    await_previous(OVERLAP)
+    start_next(OVERLAP)
+
+
+@triton.jit
+def await_previous(OVERLAP: tl.constexpr) -> None:
+    """Wait until the previous kernel is done."""
     if OVERLAP:
         gdc_wait()
+
+
+@triton.jit
+def start_next(OVERLAP: tl.constexpr) -> None:
+    """Let the next kernel start. Only after `await_previous`, so that what was written two kernels before can
+    be read from the beginning."""
+    if OVERLAP:
         gdc_launch_dependents()
 
 

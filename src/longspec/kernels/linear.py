@@ -235,8 +235,12 @@ def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
         tile = Tile(rows, 16, 128, 4, 4)
     elif rows == 16:
         tile = Tile(16, 32, 256, 6 if few else 4, 4)
+    elif rows == 32:
+        tile = Tile(32, 32, 256, 5, 4) if few else Tile(32, 64, 128, 4, 4)
     else:
-        tile = Tile(rows, 32, 128, 6, 4) if few else Tile(rows, 64, 128, 4, 4)
+        # Each row that does not exist costs time, and less if the hardware copies whole tiles.
+        boxes = copies_tiles(weight.device)
+        tile = Tile(64, 32, 128, 6, 4, boxes=boxes) if few else Tile(64, 64, 128, 4, 4, boxes=boxes)
     stage = (tile.num_rows + tile.num_cols * (2 if gated else 1)) * tile.depth * tile.num_splits
     return replace(tile, num_stages=max(1, min(tile.num_stages, shared // (stage * weight.itemsize))))
 

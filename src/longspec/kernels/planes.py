@@ -260,13 +260,12 @@ def tile_of_planes(num_rows: int, weight: Tensor, gated: bool) -> PlaneTile:
     elif is_small(weight):
         tile = PlaneTile(rows, 16, 128, 4, 4, num_lines=count_lines(weight))
     elif gated:
-        tile = PlaneTile(rows, 64, 128, 3, 4)
-    elif weight.shape[0] > 256 * sms:
+        tile = PlaneTile(rows, 64, 256 if rows == 16 else 128, 3, 4, num_lines=4)
+    elif rows > 16 and weight.shape[0] > 256 * sms:
         tile = PlaneTile(rows, 128, 128, 3, 4)
     else:
         # As many programs as run at once, each with enough of the depth.
         num_shares = max(1, min(sms // triton.cdiv(weight.shape[0], 64), weight.shape[1] // 1024))
-        depth, num_stages = (128, 6) if num_shares == 1 else (256, 4)
-        tile = PlaneTile(rows, 64, depth, num_stages, 4, num_shares)
+        tile = PlaneTile(rows, 64, 256, 4, 4, num_shares)
     stage = (2 * tile.num_rows + tile.num_cols * (2 if gated else 1)) * tile.depth
     return replace(tile, num_stages=max(1, min(tile.num_stages, shared // stage)))

@@ -51,11 +51,11 @@ def _measured(num_rows: int, narrow: bool, wide: bool, dtype: torch.dtype) -> Ti
         return Tiling(16, 64, 8, 3) if wide else Tiling(16, 128, 4, 3)
     if num_rows <= 32:
         return Tiling(32, 64 if wide else 128, 8, 3)
-    if num_rows <= 64 or narrow:
-        return Tiling(64, 64, 8, 3) if wide else Tiling(64, 128, 4, 3)
-    if num_rows <= 128:
-        return Tiling(128, 64, 8, 2 if wide else 3)
-    return Tiling(128, 64, 8, 2) if wide else Tiling(128, 128, 8, 3)
+    if wide:
+        return Tiling(64, 64, 8, 3) if num_rows <= 64 else Tiling(128, 64, 8, 2)
+    if num_rows <= 128 or narrow:
+        return Tiling(64, 128, 4, 3)
+    return Tiling(64, 64, 4, 3) if num_rows <= 192 else Tiling(128, 128, 8, 3)
 
 
 def choose_splits(num_programs: int, capacity: int, tiling: Tiling, device: torch.device) -> int:

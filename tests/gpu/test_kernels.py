@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from longspec.attention import AttentionPlan, choose_backend
 from longspec.attention.reference import ReferenceAttention
+from longspec.kernels.linear import few_rows
+from longspec.kernels.norm import Residual
 from tests.kernels.paged import places, random_tables
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -118,3 +121,34 @@ def test_attention_is_captured_in_a_graph() -> None:
         graph.replay()
         for one, other in zip(captured, run(), strict=True):
             assert torch.equal(one, other)
+
+
+@torch.inference_mode()
+def test_a_large_product_reads_what_attention_wrote() -> None:
+    """The merge of a single query with wide heads lets the next kernel start late; a captured chain of
+    attention and products must give what the same launches give one by one."""
+    page, length, num_layers = 128, 4000, 12
+    tables = torch.arange(32, device=GPU, dtype=torch.int32)[None]
+    plan = AttentionPlan(torch.tensor([length], device=GPU), tables, page, 1)
+    backend, x = choose_backend("triton"), torch.randn(1, 1, 4096, device=GPU, dtype=torch.bfloat16)
+    caches = [torch.randn(2, 8, 32 * page, 128, device=GPU, dtype=torch.bfloat16) for _ in range(num_layers)]
+    weight = torch.randint(-127, 128, (4096, 4096), device=GPU, dtype=torch.int8)
+    scales = torch.full((4096, 1), 1e-4, device=GPU)
+
+    def run(after_each: Callable[[], None]) -> Tensor:
+        stream = x
+        for k, v in caches:
+            out = backend.attend(stream.view(1, 1, 32, 128), k, v, plan)[0].flatten(2)
+            after_each()
+            stream = few_rows(Residual(out), weight, residual=stream, scales=scales)[0].x
+            after_each()
+        return stream
+
+    true = run(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(lambda: None)
+    for _ in range(20):
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, true)

@@ -57,8 +57,9 @@ _FASTER = 2
 _MEASURING = 0.05
 # Phases may use this share of the time that is left, because loading and preparing take time too.
 _ALLOWED = 0.9
-# Measured are a chain, and a tree of 64 nodes without and with lookup, no deeper than the draft.
-_CHAIN, _LEVELS, _NODES, _LOOKED_UP = 4, (8, 16, 16, 16, 16, 16), 64, 12
+# Measured are a chain, and trees of 64 nodes: as deep as the draft, without and with lookup, and with lookup
+# a less deep one, too, because lookup reaches as deep as the last levels do.
+_CHAIN, _LEVELS, _LESS_DEEP, _NODES, _LOOKED_UP = 4, (8, *[16] * 7), 6, 64, 12
 
 
 @dataclass(frozen=True)
@@ -317,8 +318,9 @@ class _Making:
 
 def measured_methods(max_lag: int) -> list[str]:
     """The labels of the methods with which a draft of this depth is measured."""
-    tree = f"tree:{'x'.join(map(str, _LEVELS[:max_lag]))}@{_NODES}"
-    return [f"seq:{min(_CHAIN, max_lag)}", tree, f"{tree}+{_LOOKED_UP}"]
+    depths = sorted({min(_LESS_DEEP, max_lag), min(len(_LEVELS), max_lag)})
+    trees = [f"tree:{'x'.join(map(str, _LEVELS[:depth]))}@{_NODES}" for depth in depths]
+    return [f"seq:{min(_CHAIN, max_lag)}", trees[-1], *(f"{tree}+{_LOOKED_UP}" for tree in trees)]
 
 
 def _check_installed() -> None:

@@ -26,7 +26,7 @@ from longspec.train.samples import Mixture
 from longspec.train.schema import StageSettings, TrainSettings
 
 # Of the tokens that are learnt, so many may a draft propose whose vocabulary is chosen by the data.
-_COVERAGE = 0.998
+_COVERAGE = 0.995
 _LEAST = {
     "stage.batch": 1,
     "stage.micro_batch": 0,  # as many as fit

@@ -172,6 +172,7 @@ class Trainer:
         ):
             if first == 0 and texts:
                 self._evaluate(0, texts, loggers, update)
+            self.sums.started = time.perf_counter()
             waiting = loader.submit(self._load, first) if first < self.num_steps else None
             for step in range(first, self.num_steps):
                 assert waiting is not None
@@ -316,13 +317,15 @@ class Trainer:
         loggers: list[Logger],
         update: Callable[..., None],
     ) -> None:
+        begun = time.perf_counter()
         found = evaluate.chain_acceptance(self.objective, texts, self.settings.evaluation.gamma)
         self.acceptance = found
         values = {"eval_tau": found.tau, "eval_acceptance": found.chain}
         for logger in loggers:
             logger.log(step, values)
         update(step, values)
-        self.sums.started = time.perf_counter()
+        # The steps since the last line count for its speed, the evaluation does not.
+        self.sums.started += time.perf_counter() - begun
 
     def _held_out(self) -> list[evaluate.Continuation]:
         """The target's continuations of the held-out prompts; written once per run."""

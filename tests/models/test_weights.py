@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from longspec.models.load import pack_ends
 from longspec.models.native import (
     FloatForm,
     NativeFloatLinear,
+    NativeGridLinear,
     NativeInt8Linear,
     NativeLinear,
     has_native_products,
@@ -34,6 +36,7 @@ from longspec.models.weights import ROUNDINGS, Precision, pack, pick_precision
 from longspec.native.build import _load, code
 from tests.cli.run import exit_code
 from tests.decoding.scripted import ask, pass_over, tiny_draft, tiny_engine, tiny_target
+from tests.hub.gguf_samples import encode
 
 POSSIBLE = list(ROUNDINGS) if has_native_products() else []
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -120,6 +123,38 @@ def test_a_checkpoint_of_two_bytes_has_the_products_of_four(name: str) -> None:
         torch.testing.assert_close(form(rows), linear(rows), rtol=1e-5, atol=1e-5 * form(rows).abs().max())
     assert torch.equal(form.weight_rows(None), linear.weight)
     assert torch.equal(form.weight_rows(torch.tensor([4, 98])), linear.weight[[4, 98]])
+
+
+@pytest.mark.parametrize(
+    "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+)
+def test_a_ggufs_weights_keep_8_bits_and_the_products_of_fp32(kind: str) -> None:
+    if "float32" not in EXACT:
+        pytest.skip("no C compiler here")
+    torch.manual_seed(0)
+    values = np.random.default_rng(0).standard_normal((99, 512), np.float32) * 0.05
+    weight = torch.from_numpy(encode(values, kind)[1]).clone()  # the outputs do not fill their vectors
+    weight[3], weight[4, :64] = 0, 0.3  # runs of one value
+    linear = linear_of(weight, bias=True)
+    form, in_fp32 = packed(linear), FloatForm(torch.float32)(linear)
+    assert isinstance(form, NativeGridLinear)
+    assert form.weight.dtype == torch.uint8
+    for count in (1, 7, 8, 29, 130):
+        rows = torch.randn(count, 512)
+        assert torch.equal(form(rows), in_fp32(rows))
+    assert torch.equal(form.weight_rows(None), weight)
+    assert torch.equal(form.weight_rows(torch.tensor([4, 98])), weight[[4, 98]])
+    for wrong in (torch.nextafter(weight[98, 511], torch.tensor(9.0)), torch.nan, torch.inf):
+        linear.weight[98, 511] = wrong
+        assert not isinstance(packed(linear), NativeGridLinear), "one weight is on no grid"
+
+
+def test_the_default_targets_weights_keep_8_bits(smollm2: LongSpec) -> None:
+    if "float32" not in EXACT:
+        pytest.skip("no C compiler here")
+    for name in ("attention.qkv", "attention.output", "ffn.gate_up", "ffn.down"):
+        assert isinstance(smollm2.target.first_block.get_submodule(name), NativeGridLinear)
+    assert isinstance(smollm2.target.get_submodule("head"), NativeGridLinear)
 
 
 @pytest.mark.parametrize("kind", [NativeInt8Linear, *(FORMS[name] for name in FLOATS)])
@@ -242,7 +277,7 @@ def test_a_checkpoint_in_bf16_stays_so_and_says_the_same(
     halves = {name: one.bfloat16() for name, one in tensors.items()}
     save_file(halves, tmp_path / "model.safetensors", {"format": "pt"})
     answers: list[list[Generation]] = []
-    for forms in (native._FP32_FORMS, native._FP32_FORMS[2:]):
+    for forms in (native._FP32_FORMS, native._FP32_FORMS[3:]):
         monkeypatch.setattr(native, "_FP32_FORMS", forms)
         model = LongSpec.from_pretrained(tmp_path, device="cpu", calibrate=False)
         kept = {one.weight.dtype for one in model.target.modules() if isinstance(one, NativeFloatLinear)}
@@ -276,6 +311,8 @@ def test_older_processors_get_the_same_bits_for_a_node(
         assert code().lanes() == 8
         for name in FLOATS:
             test_a_checkpoint_of_two_bytes_has_the_products_of_four(name)
+        for kind in ("Q4_1", "Q6_K"):
+            test_a_ggufs_weights_keep_8_bits_and_the_products_of_fp32(kind)
         for name in (*FLOATS, "int8"):
             test_a_trees_nodes_have_the_numbers_of_vanilla_steps(name)
     finally:

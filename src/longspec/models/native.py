@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from ctypes import Array, pointer
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -47,7 +48,9 @@ TINY = torch.finfo(torch.float32).tiny
 _LARGEST_SUM = 2**31 - 1
 # The numbers of decode.c: for what a product does with its input first, and for the dtype of its weights.
 _PLAIN, _NORM, _GATED = range(3)
-_KEPT_IN = (torch.int8, torch.float32, torch.bfloat16, torch.float16)
+_KEPT_IN = (torch.int8, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+# How many neighbours may share a grid; more of them need fewer bytes.
+_RUNS = (32, 16)
 
 
 class _Arena:
@@ -88,18 +91,20 @@ class NativeLinear(CpuLinear):
     """As the C code reads it."""
 
     def __init__(
-        self, linear: Linear, weight: Tensor, scales: Tensor | None = None, largest: int = 0
+        self, linear: Linear, weight: Tensor, scales: Tensor | None = None, largest: int = 0, run: int = 0
     ) -> None:
-        """`weight` and `scales` are laid out for `linear`; rounded rows have steps up to `largest`."""
+        """`weight` and `scales` are laid out for `linear`; rounded rows have steps up to `largest`; `run`
+        neighbours share a grid."""
         super().__init__()
         self.num_out, self.num_in = linear.weight.shape
         self.register_buffer("weight", _ARENA.keep(weight))
-        self.register_buffer("scales", scales)
+        kept = None if scales is None else _ARENA.keep(scales)
+        self.register_buffer("scales", kept)
         self.bias = None
         if linear.bias is not None:
             self.bias = F.pad(linear.bias.detach(), (0, -self.num_out % code().lanes()))
-        scales_at, bias_at = (None if one is None else one.data_ptr() for one in (scales, self.bias))
-        sizes = (self.num_in, self.num_out, largest, _KEPT_IN.index(weight.dtype))
+        scales_at, bias_at = (None if one is None else one.data_ptr() for one in (kept, self.bias))
+        sizes = (self.num_in, self.num_out, largest, _KEPT_IN.index(weight.dtype), run)
         self.matrix = Matrix(self.weight.data_ptr(), scales_at, bias_at, *sizes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -179,6 +184,58 @@ class NativeFloatLinear(NativeLinear):
         return self.weight[ids // lanes, :, ids % lanes].float()
 
 
+class NativeGridLinear(NativeLinear):
+    """The weights are levels of 8 bits: every `run` neighbours of a row have a grid, so that a weight is
+    base + step * level, exactly. Rows and sums are fp32, and products have the bits of fp32 weights."""
+
+    scales: Tensor
+
+    def __init__(self, linear: Linear, levels: Tensor, grids: Tensor) -> None:
+        """`levels`, uint8 [out, in]; `grids` [out, runs, 2]: the step and the base of each run."""
+        lanes, (num_out, num_in) = code().lanes(), levels.shape
+        blocks = F.pad(levels, (0, 0, 0, -num_out % lanes)).unflatten(0, (-1, lanes))
+        scales = F.pad(grids, (0, 0, 0, 0, 0, -num_out % lanes)).unflatten(0, (-1, lanes))
+        run = num_in // grids.shape[1]
+        super().__init__(linear, blocks.transpose(1, 2), scales.permute(0, 2, 3, 1), run=run)
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        lanes = self.weight.shape[2]
+        block, lane = ids // lanes, ids % lanes
+        steps, bases = self.scales[block, :, :, lane].double().unbind(-1)
+        levels = self.weight[block, :, lane].unflatten(1, (steps.shape[1], -1))
+        # In fp64 nothing but the last step rounds.
+        return (levels * steps[:, :, None] + bases[:, :, None]).flatten(1).float()
+
+
+class GridForm:
+    """A form of a `Linear` whose weights lie on grids exactly, as those of a checkpoint do that was expanded
+    from 4 to 8 bits, such as a GGUF's."""
+
+    def __call__(self, linear: Linear) -> NativeGridLinear:
+        found = next(grids for grids in map(partial(_fit, linear.weight.detach()), _RUNS) if grids)
+        return NativeGridLinear(linear, *found)
+
+    def supports(self, linear: Linear) -> bool:
+        """Whether `linear` can have this form on this machine."""
+        if not (CpuLinear.supports(linear) and has_native_products()):
+            return False
+        weight = linear.weight.detach()
+        # One row first, because it is enough to refuse most matrices.
+        return any(_fit(weight[:1], run) and _fit(weight, run) for run in _RUNS)
+
+
+def _fit(weight: Tensor, run: int) -> tuple[Tensor, Tensor] | None:
+    """The levels and grids of a matrix whose runs of this length lie on grids; None if there is no such."""
+    num_rows, num_in = weight.shape
+    if num_in % run or not num_rows:
+        return None
+    weight, levels = weight.contiguous(), torch.empty(num_rows, num_in, dtype=torch.uint8)
+    grids = torch.empty(num_rows, num_in // run, 2)
+    places = (levels.data_ptr(), grids.data_ptr())
+    fits = code().fit_grids(weight.data_ptr(), num_rows, num_in, run, *places, torch.get_num_threads())
+    return (levels, grids) if fits else None
+
+
 @dataclass(frozen=True)
 class FloatForm:
     """A form of a `Linear` whose weights are kept in this dtype."""
@@ -203,9 +260,10 @@ class FloatForm:
         return bool((weight.to(self.dtype) == weight).all())
 
 
-# The first form that supports a linear is used. bf16 and fp16 come first, because a checkpoint in one of them
-# then needs half of the bytes, with the same products.
+# The first form that supports a linear is used. Those of fewer bytes than fp32 come first; products are the
+# same in all of them.
 _FP32_FORMS: tuple[LinearForm, ...] = (
+    GridForm(),
     FloatForm(torch.bfloat16),
     FloatForm(torch.float16),
     FloatForm(torch.float32),

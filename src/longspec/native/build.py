@@ -42,7 +42,7 @@ class Matrix(ctypes.Structure):
         ("weight", Pointer),
         ("scales", Pointer),
         ("bias", Pointer),
-        *_sizes("num_in", "num_out", "largest", "kept_in"),
+        *_sizes("num_in", "num_out", "largest", "kept_in", "run"),
     )
 
 
@@ -145,6 +145,7 @@ def _load() -> ctypes.CDLL | str:
     loaded.product.argtypes = (
         ctypes.POINTER(Matrix), number, Pointer, Pointer, ctypes.c_float, _SIZE, number, Pointer, number,
     )  # fmt: skip
+    loaded.fit_grids.argtypes = (Pointer, _SIZE, _SIZE, _SIZE, Pointer, Pointer, number)
     loaded.rope_write.argtypes = (ctypes.POINTER(Writing), Pointer)
     loaded.attend.argtypes = (ctypes.POINTER(Context), Pointer, Pointer, Pointer, number)
     loaded.forward.argtypes = (

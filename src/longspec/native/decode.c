@@ -1,5 +1,5 @@
-/* The products and the attention of decoding on a CPU, for weights in int8, fp32, bf16 or fp16, and keys and values
-   in fp32.
+/* The products and the attention of decoding on a CPU, for weights in int8, fp32, bf16, fp16 or on grids, and keys
+   and values in fp32.
 
    What is computed for a token depends on that token and on what it sees, never on what is computed beside
    it: integer sums have no order, all else is summed per token in a fixed order. So a node of a tree gets the
@@ -28,15 +28,18 @@ typedef int32_t Sums __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef int16_t Pairs __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 
 /* What weights are kept in. */
-enum { INT8, FP32, BF16, FP16 };
+enum { INT8, FP32, BF16, FP16, GRID };
+enum { MOST_LEVEL = 255 };
 
 /* A matrix [num_out, num_in]. In int8, `weight` is padded to [outputs / LANES, inputs / 2, LANES, 2], `scales` and
-   `bias` to as many outputs. Otherwise it is padded to [outputs / LANES, inputs, LANES], and there are no scales. */
+   `bias` to as many outputs. Otherwise it is padded to [outputs / LANES, inputs, LANES], and there are no scales,
+   except on grids: there a weight is a level of 8 bits, and for every `run` inputs of an output `scales`, padded to
+   [outputs / LANES, inputs / run, 2, LANES], has the step and the base of its grid. */
 typedef struct {
     const void *weight;
     const float *scales; /* or NULL */
     const float *bias; /* or NULL */
-    int64_t num_in, num_out, largest, kept_in;
+    int64_t num_in, num_out, largest, kept_in, run;
 } Matrix;
 
 /* Do the items of a job with so many threads: those of OpenMP, which torch has too, because threads of another
@@ -100,9 +103,35 @@ static inline Vector add_scaled(Vector sums, float x, Vector y) {
 #endif
 }
 
-/* LANES weights from `index` on, in fp32, which has all numbers of bf16 and fp16. */
-static inline __attribute__((always_inline)) Vector weights_at(const void *weight, int64_t index, const int kept_in) {
+/* The weight at a level: base + step * level, with one rounding where the processor has that. */
+static inline float on_grid(float base, float step, float level) {
+#if defined(__FMA__)
+    return __builtin_fmaf(step, level, base);
+#else
+    return base + step * level;
+#endif
+}
+
+/* The same for LANES levels. `grid` has their steps, then their bases. */
+static inline Vector all_on_grid(const uint8_t *levels, const float *grid) {
+    Vector steps = *(const Vector *)grid, bases = *(const Vector *)(grid + LANES);
+#if defined(__AVX512BW__)
+    __m512 wide = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)levels)));
+    return (Vector)_mm512_fmadd_ps((__m512)steps, wide, (__m512)bases);
+#elif defined(__AVX2__) && defined(__FMA__)
+    __m256 wide = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)levels)));
+    return (Vector)_mm256_fmadd_ps((__m256)steps, wide, (__m256)bases);
+#else
+    for (int l = 0; l < LANES; l++) bases[l] = on_grid(bases[l], steps[l], levels[l]);
+    return bases;
+#endif
+}
+
+/* LANES weights from `index` on, in fp32, which has all numbers of bf16 and fp16; `grid` is that of their run. */
+static inline __attribute__((always_inline)) Vector weights_at(const void *weight, int64_t index, const int kept_in,
+                                                               const float *grid) {
     if (kept_in == FP32) return *(const Vector *)((const float *)weight + index);
+    if (kept_in == GRID) return all_on_grid((const uint8_t *)weight + index, grid);
     const uint16_t *halves = (const uint16_t *)weight + index;
 #if defined(__AVX512BW__)
     __m256i bits = _mm256_loadu_si256((const void *)halves);
@@ -217,11 +246,15 @@ static inline __attribute__((always_inline)) void put(const Product *one, int64_
         for (int64_t o = 0; o < left; o++) place[o] = one->adds ? place[o] + value[o] : value[o];
 }
 
-/* Two blocks of LANES outputs, or one, of `count` rows from `row` on. */
-static inline __attribute__((always_inline)) void int8_outputs(const Product *one, int64_t block, const int blocks,
-                                                               int64_t row, const int count) {
+/* The steps and bases of a block's runs. */
+static const float *grid_of(const Matrix *matrix, int64_t block) {
+    return matrix->scales + block * (matrix->num_in / matrix->run) * 2 * LANES;
+}
+
+/* Two blocks of LANES outputs, or one, of `count` rows from `row` on; `weight` is that of the first block. */
+static inline __attribute__((always_inline)) void int8_outputs(const Product *one, const int8_t *weight, int64_t block,
+                                                               const int blocks, int64_t row, const int count) {
     int64_t pairs = (one->matrix->num_in + 1) / 2;
-    const int8_t *weight = (const int8_t *)one->matrix->weight + block * pairs * 2 * LANES;
     Sums sums[ROWS][2] = {{{0}}};
     for (int64_t i = 0; i < pairs; i++) {
         Pairs first = widened(weight + i * 2 * LANES);
@@ -242,48 +275,51 @@ static inline __attribute__((always_inline)) void int8_outputs(const Product *on
 }
 
 /* The same with weights that are no integers: inputs are added one after the other. */
-static inline __attribute__((always_inline)) void float_outputs(const Product *one, int64_t block, const int blocks,
-                                                                int64_t row, const int count, const int kept_in) {
-    int64_t n = one->matrix->num_in, begin = block * n * LANES;
-    const void *weight = one->matrix->weight;
-    const float *x = one->changed + row * n;
+static inline __attribute__((always_inline)) void float_outputs(const Product *one, const void *weight, int64_t block,
+                                                                const int blocks, int64_t row, const int count,
+                                                                const int kept_in) {
+    int64_t n = one->matrix->num_in, run = kept_in == GRID ? one->matrix->run : n;
+    const float *x = one->changed + row * n, *grid = kept_in == GRID ? grid_of(one->matrix, block) : NULL;
     Vector sums[ROWS][2] = {{{0}}};
-    for (int64_t i = 0; i < n; i++) {
-        Vector first = weights_at(weight, begin + i * LANES, kept_in);
-        Vector second = blocks == 2 ? weights_at(weight, begin + (n + i) * LANES, kept_in) : first;
+    for (int64_t i = 0, end = run; i < n; end += run, grid += 2 * LANES)
+        for (; i < end; i++) {
+            Vector first = weights_at(weight, i * LANES, kept_in, grid), second = first;
+            if (blocks == 2) second = weights_at(weight, (n + i) * LANES, kept_in, grid + n / run * 2 * LANES);
 #pragma GCC unroll 8
-        for (int r = 0; r < count; r++) {
-            sums[r][0] = add_scaled(sums[r][0], x[r * n + i], first);
-            if (blocks == 2) sums[r][1] = add_scaled(sums[r][1], x[r * n + i], second);
+            for (int r = 0; r < count; r++) {
+                sums[r][0] = add_scaled(sums[r][0], x[r * n + i], first);
+                if (blocks == 2) sums[r][1] = add_scaled(sums[r][1], x[r * n + i], second);
+            }
         }
-    }
 #pragma GCC unroll 8
     for (int r = 0; r < count; r++)
         for (int b = 0; b < blocks; b++) put(one, row + r, block + b, sums[r][b]);
 }
 
-static inline __attribute__((always_inline)) void outputs(const Product *one, int64_t block, const int blocks,
-                                                          int64_t row, const int count, const int kept_in) {
+static inline __attribute__((always_inline)) void outputs(const Product *one, const void *weight, int64_t block,
+                                                          const int blocks, int64_t row, const int count,
+                                                          const int kept_in) {
     if (kept_in == INT8)
-        int8_outputs(one, block, blocks, row, count);
+        int8_outputs(one, weight, block, blocks, row, count);
     else
-        float_outputs(one, block, blocks, row, count, kept_in);
+        float_outputs(one, weight, block, blocks, row, count, kept_in);
 }
 
 /* All rows of two blocks. */
-static inline __attribute__((always_inline)) void columns(const Product *one, int64_t block, const int kept_in) {
+static inline __attribute__((always_inline)) void columns(const Product *one, const void *weight, int64_t block,
+                                                          const int kept_in) {
     int64_t row = 0;
-    for (; row + ROWS <= one->num_rows; row += ROWS) outputs(one, block, 2, row, ROWS, kept_in);
+    for (; row + ROWS <= one->num_rows; row += ROWS) outputs(one, weight, block, 2, row, ROWS, kept_in);
     switch (one->num_rows - row) {
 #if defined(__AVX512BW__)
-    case 7: outputs(one, block, 2, row, 7, kept_in); break;
-    case 6: outputs(one, block, 2, row, 6, kept_in); break;
-    case 5: outputs(one, block, 2, row, 5, kept_in); break;
-    case 4: outputs(one, block, 2, row, 4, kept_in); break;
+    case 7: outputs(one, weight, block, 2, row, 7, kept_in); break;
+    case 6: outputs(one, weight, block, 2, row, 6, kept_in); break;
+    case 5: outputs(one, weight, block, 2, row, 5, kept_in); break;
+    case 4: outputs(one, weight, block, 2, row, 4, kept_in); break;
 #endif
-    case 3: outputs(one, block, 2, row, 3, kept_in); break;
-    case 2: outputs(one, block, 2, row, 2, kept_in); break;
-    case 1: outputs(one, block, 2, row, 1, kept_in); break;
+    case 3: outputs(one, weight, block, 2, row, 3, kept_in); break;
+    case 2: outputs(one, weight, block, 2, row, 2, kept_in); break;
+    case 1: outputs(one, weight, block, 2, row, 1, kept_in); break;
     }
 }
 
@@ -299,14 +335,37 @@ static void prepare_row(const void *job, int64_t row) {
     one->units[row] = round_row(changed, n, one->matrix->largest, rounded);
 }
 
+static __attribute__((noinline)) void fp32_columns(const Product *one, const void *weight, int64_t block) {
+    columns(one, weight, block, FP32);
+}
+
+/* Two blocks of weights on grids, for many rows: expanded once. */
+static void grid_columns(const Product *one, const uint8_t *weight, int64_t block, Vector *expanded) {
+    int64_t n = one->matrix->num_in, run = one->matrix->run;
+    const float *grid = grid_of(one->matrix, block);
+    for (int64_t i = 0; i < 2 * n; i++) expanded[i] = all_on_grid(weight + i * LANES, grid + i / run * 2 * LANES);
+    fp32_columns(one, expanded, block);
+}
+
 /* All blocks of an item. */
 static inline __attribute__((always_inline)) void multiply(const Product *one, int64_t item, const int kept_in) {
+    static const int sizes[] = {1, 4, 2, 2, 1}; /* of a weight, in bytes */
+    int64_t n = one->matrix->num_in, size = (kept_in == INT8 ? (n + 1) / 2 * 2 : n) * sizes[kept_in];
     int64_t blocks = (one->matrix->num_out + LANES - 1) / LANES, last = (item + 1) * one->pairs_per_item * 2;
-    for (int64_t block = item * one->pairs_per_item * 2; block < last && block < blocks; block += 2)
-        if (block + 1 < blocks)
-            columns(one, block, kept_in);
-        else /* A last block is rarely alone, so several rows at a time are not worth the time to compile them. */
-            for (int64_t row = 0; row < one->num_rows; row++) outputs(one, block, 1, row, 1, kept_in);
+    Vector *expanded = kept_in == GRID && one->num_rows >= 8 * ROWS ? malloc(2 * n * sizeof *expanded) : NULL;
+    for (int64_t block = item * one->pairs_per_item * 2; block < last && block < blocks; block += 2) {
+        const uint8_t *weight = (const uint8_t *)one->matrix->weight + block * size * LANES;
+        if (block + 1 == blocks)
+            /* A last block is rarely alone, so several rows at a time are not worth the time to compile them. */
+            for (int64_t row = 0; row < one->num_rows; row++) outputs(one, weight, block, 1, row, 1, kept_in);
+        else if (kept_in == FP32)
+            fp32_columns(one, weight, block);
+        else if (kept_in == GRID && expanded)
+            grid_columns(one, weight, block, expanded);
+        else
+            columns(one, weight, block, kept_in);
+    }
+    free(expanded);
 }
 
 /* One function for each kind of weights, because to compile all kinds in one function takes twice as long. */
@@ -314,7 +373,8 @@ static void multiply_int8(const void *job, int64_t item) { multiply(job, item, I
 static void multiply_fp32(const void *job, int64_t item) { multiply(job, item, FP32); }
 static void multiply_bf16(const void *job, int64_t item) { multiply(job, item, BF16); }
 static void multiply_fp16(const void *job, int64_t item) { multiply(job, item, FP16); }
-static Work *const multiplications[] = {multiply_int8, multiply_fp32, multiply_bf16, multiply_fp16};
+static void multiply_grid(const void *job, int64_t item) { multiply(job, item, GRID); }
+static Work *const multiplications[] = {multiply_int8, multiply_fp32, multiply_bf16, multiply_fp16, multiply_grid};
 
 /* out [rows, num_out] becomes, or grows by, the product of x [rows, num_in], or of gate and up
    [rows, 2 num_in]. */
@@ -330,6 +390,63 @@ void product(const Matrix *matrix, int form, const float *x, const float *norm, 
     free(rounded);
     free(units);
     free(changed);
+}
+
+/* Find the levels of `run` weights; returns whether all are exactly on the grid, by `on_grid` and, which is the
+   same on most processors, with a single rounding. */
+static int are_on_grid(const float *weights, int64_t run, float base, float step, uint8_t *levels) {
+    for (int64_t i = 0; i < run; i++) {
+        float level = step > 0 ? rintf((weights[i] - base) / step) : 0;
+        if (!(level <= MOST_LEVEL) || on_grid(base, step, level) != weights[i]) return 0;
+        if ((float)((double)step * level + base) != weights[i]) return 0;
+        levels[i] = (uint8_t)level;
+    }
+    return 1;
+}
+
+/* The grid of a run, from its lowest weight to its highest: with `likely` steps, or else with as few as possible.
+   Returns how many, or 0 if it has none. */
+static int64_t fit_run(const float *weights, int64_t run, int64_t likely, uint8_t *levels, float *grid) {
+    float low = weights[0], high = weights[0];
+    for (int64_t i = 1; i < run; i++) {
+        low = weights[i] < low ? weights[i] : low;
+        high = weights[i] > high ? weights[i] : high;
+    }
+    grid[1] = low;
+    for (int64_t tried = 0; tried <= MOST_LEVEL; tried++) {
+        int64_t count = tried ? tried : likely;
+        grid[0] = (high - low) / count;
+        if (are_on_grid(weights, run, low, grid[0], levels)) return count;
+    }
+    return 0;
+}
+
+/* A matrix [rows, n] for whose runs grids are looked for. */
+typedef struct {
+    const float *weight;
+    int64_t n, run;
+    uint8_t *levels; /* [rows, n] */
+    float *grids;    /* [rows, n / run, 2]: steps and bases */
+    uint8_t *fits;   /* [rows] */
+} Fitting;
+
+static void fit_row(const void *job, int64_t row) {
+    const Fitting *one = job;
+    int64_t first = row * one->n, last = first + one->n, count = 15; /* of the most frequent kind */
+    for (; first < last && count; first += one->run)
+        count = fit_run(one->weight + first, one->run, count, one->levels + first, one->grids + 2 * first / one->run);
+    one->fits[row] = count > 0;
+}
+
+/* Look for grids on which all weights of a matrix lie exactly; returns whether there are any. */
+int fit_grids(const float *weight, int64_t num_rows, int64_t n, int64_t run, uint8_t *levels, float *grids,
+              int threads) {
+    uint8_t *fits = malloc(num_rows), all = 1;
+    Fitting job = {weight, n, run, levels, grids, fits};
+    share(fit_row, &job, num_rows, threads);
+    for (int64_t row = 0; row < num_rows; row++) all &= fits[row];
+    free(fits);
+    return all;
 }
 
 /* Rotate a head in place, after its norm if there is one. */

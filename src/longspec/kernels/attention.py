@@ -34,7 +34,7 @@ from longspec.kernels.tiling import (
 
 # Rows of a merging program: the smallest number that `tl.dot` accepts.
 MERGE_ROWS = 16
-# From this width of all heads on, the product after a single query's attention starts when that is done.
+# If all heads together have at least this many numbers, the output product counts as large (see LATE).
 _LATE_WIDTH = 4096
 _UNBOUNDED = 2**31 - 1
 

@@ -79,8 +79,8 @@ def await_previous(OVERLAP: tl.constexpr) -> None:
 
 @triton.jit
 def start_next(OVERLAP: tl.constexpr) -> None:
-    """Let the next kernel start. Only after `await_previous`, so that what was written two kernels before can
-    be read from the beginning."""
+    """Let the next kernel start. Call it after `await_previous`, because the next kernel may read what the
+    previous one wrote before it waits for this one."""
     if OVERLAP:
         gdc_launch_dependents()
 

@@ -251,8 +251,8 @@ def multiply_planes(
 
 
 def tile_of_planes(num_rows: int, weight: Tensor, gated: bool) -> PlaneTile:
-    """The fastest tile for 64 rows on an H200, with fewer stages if the GPU cannot hold them. Tiles for fewer
-    rows are like it, and were not timed."""
+    """The fastest tile for 16 and for 64 rows on an H200, with fewer stages if the GPU cannot hold them. 32
+    rows have the tile of 64."""
     sms, shared = gpu_size(weight.device)
     rows = few_tile_rows(num_rows)
     if num_rows > MOST_ROWS:

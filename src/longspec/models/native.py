@@ -49,7 +49,7 @@ _LARGEST_SUM = 2**31 - 1
 # The numbers of decode.c: for what a product does with its input first, and for the dtype of its weights.
 _PLAIN, _NORM, _GATED = range(3)
 _KEPT_IN = (torch.int8, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
-# How many neighbours may share a grid; more of them need fewer bytes.
+# How many neighbours share a grid: the first that fits. Longer runs need fewer bytes.
 _RUNS = (32, 16)
 
 
@@ -185,8 +185,8 @@ class NativeFloatLinear(NativeLinear):
 
 
 class NativeGridLinear(NativeLinear):
-    """The weights are levels of 8 bits: every `run` neighbours of a row have a grid, so that a weight is
-    base + step * level, exactly. Rows and sums are fp32, and products have the bits of fp32 weights."""
+    """Every `run` neighbours of a row share a step and a base. A weight is stored as a level of 8 bits and
+    equals base + step * level exactly. So products have the same bits as with fp32 weights."""
 
     scales: Tensor
 
@@ -208,8 +208,8 @@ class NativeGridLinear(NativeLinear):
 
 
 class GridForm:
-    """A form of a `Linear` whose weights lie on grids exactly, as those of a checkpoint do that was expanded
-    from 4 to 8 bits, such as a GGUF's."""
+    """A form of a `Linear` whose weights are exactly on grids, because they were expanded from a checkpoint
+    with at most 8 bits per weight, such as a GGUF."""
 
     def __call__(self, linear: Linear) -> NativeGridLinear:
         found = next(grids for grids in map(partial(_fit, linear.weight.detach()), _RUNS) if grids)

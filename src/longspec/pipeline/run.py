@@ -57,8 +57,8 @@ _FASTER = 2
 _MEASURING = 0.05
 # Phases may use this share of the time that is left, because loading and preparing take time too.
 _ALLOWED = 0.9
-# Measured are a chain, and trees of 64 nodes: as deep as the draft, without and with lookup, and with lookup
-# a less deep one, too, because lookup reaches as deep as the last levels do.
+# A draft is measured with a chain and with trees of 64 nodes. With lookup, a tree of fewer levels is
+# measured, too, because looked-up tokens can replace the last levels.
 _CHAIN, _LEVELS, _LESS_DEEP, _NODES, _LOOKED_UP = 4, (8, *[16] * 7), 6, 64, 12
 
 

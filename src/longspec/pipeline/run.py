@@ -150,7 +150,9 @@ class Schedule:
             started = time.perf_counter()
             phase.run(allowed)
             _free_memory()
-            self._spent[phase.name] = round(time.perf_counter() - started, 1)
+            took = time.perf_counter() - started
+            self._tell(f"[{number + 1}/{len(phases)}] {phase.name} took {duration(took)}")
+            self._spent[phase.name] = round(took, 1)
             write_whole(self._path, json.dumps(self._spent).encode())
 
 

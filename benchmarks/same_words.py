@@ -26,7 +26,8 @@ from longspec.decoding.sampling import Sampling
 from longspec.engine.engine import Engine
 from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
-from longspec.models.native import pack_linears
+from longspec.models.layers import replace_linears
+from longspec.models.native import packed
 from longspec.models.placement import pick_device, pick_dtype
 from longspec.models.weights import Precision, with_kv_dtype
 
@@ -118,7 +119,7 @@ def _random(arguments: argparse.Namespace) -> Asked:
     config, dtype = shape_named(arguments.shape), pick_dtype("auto", device)
     target = random_target(config, device, dtype)
     target.attention = choose_backend("auto")
-    pack_linears(target)
+    replace_linears(target, packed)
     precision = Precision(dtype)
     target.precision = with_kv_dtype(precision, arguments.kv_dtype, config.head_dim, device, target.attention)
     drafting = random_draft(target, DraftConfig())

@@ -114,7 +114,7 @@ def test_a_checkpoint_of_two_bytes_has_the_products_of_four(name: str) -> None:
     weight[5, :4] = torch.tensor([2.0**-24, -(2.0**-15), 65504.0, 0.0]).to(FLOATS[name]).float()
     weight[6, 0] = {"float32": 1 + 2**-20, "float16": 1 + 2**-10, "bfloat16": 2.0**100}[name]
     linear = linear_of(weight, bias=True)
-    form, in_fp32 = packed(linear), FloatForm(torch.float32)(linear)
+    form, in_fp32 = packed(linear), NativeFloatLinear(linear, linear.weight)
     assert isinstance(form, NativeFloatLinear)
     assert form.weight.dtype == FLOATS[name]
     for count in (1, 7, 8, 29):
@@ -136,7 +136,7 @@ def test_a_ggufs_weights_keep_8_bits_and_the_products_of_fp32(kind: str) -> None
     weight = torch.from_numpy(encode(values, kind)[1]).clone()  # the outputs do not fill their vectors
     weight[3], weight[4, :64] = 0, 0.3  # runs of one value
     linear = linear_of(weight, bias=True)
-    form, in_fp32 = packed(linear), FloatForm(torch.float32)(linear)
+    form, in_fp32 = packed(linear), NativeFloatLinear(linear, linear.weight)
     assert isinstance(form, NativeGridLinear)
     assert form.weight.dtype == torch.uint8
     for count in (1, 7, 8, 29, 130):

@@ -19,7 +19,7 @@ from longspec.models.files import read_config
 from longspec.models.int8 import pick_draft_form
 from longspec.models.layers import replace_linears
 from longspec.models.load import load_target
-from longspec.models.native import pack_linears
+from longspec.models.native import packed
 from longspec.models.placement import gigabytes, memory_explained, pick_dtype
 from longspec.models.sharding import Shard
 from longspec.models.target import Transformer
@@ -105,7 +105,7 @@ def prepare_draft(
     form = pick_draft_form(draft_dtype, draft, target)
     if form is not None:
         replace_linears(draft, form)
-    pack_linears(draft)
+    replace_linears(draft, packed)
     if target.shard is not None:
         target.shard.attach_draft(draft)
     ids = draft.vocab_ids

@@ -312,9 +312,8 @@ class DraftHead(nn.Module):
             plain = plain if target.shard is None else target.shard.own_rows(plain)
         rows = Linear(plain.shape[1], len(plain))
         rows.weight = nn.Parameter(plain, requires_grad=False)
-        if form is not None and form.supports(rows):
-            self.rows = form(rows)
-        elif vocab_ids is not None:
+        self.rows = None if form is None else form(rows)
+        if self.rows is None and vocab_ids is not None:
             self.rows = packed(rows)
 
     @cached_property

@@ -156,12 +156,9 @@ class EightBitForm:
 
     kind: torch.dtype
 
-    def __call__(self, linear: Linear) -> nn.Module:
+    def __call__(self, linear: Linear) -> EightBitLinear:
         weight = linear.weight.detach()
         return EightBitLinear(EightBit.rounded(weight, self.kind), linear.bias, weight.dtype)
-
-    def supports(self, linear: Linear) -> bool:
-        return True
 
 
 def form_of(module: nn.Module) -> EightBitForm | None:

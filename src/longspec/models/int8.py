@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from longspec.errors import UserError, check_known
 from longspec.models.eight_bit import EightBitForm, form_of
-from longspec.models.layers import CpuLinear, Linear, LinearForm
+from longspec.models.layers import CpuLinear, Linear, LinearForm, is_fp32_on_cpu
 from longspec.models.native import TINY, NativeInt8Linear, has_native_products
 
 DRAFT_DTYPES = ("auto", "int8", "target")
@@ -27,13 +27,6 @@ class Int8Linear(CpuLinear):
         super().__init__()
         # Without VNNI the sum of two products must fit in 16 bits, so weights have 7 bits there.
         self._packed = _pack(linear, 127 if has_vnni() else 63)
-
-    @staticmethod
-    def supports(linear: Linear) -> bool:
-        """Whether this build of torch has the kernel, and the weights are finite fp32."""
-        return (
-            CpuLinear.supports(linear) and has_int8_products() and bool(torch.isfinite(linear.weight).all())
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x @ weight.T + bias, approximately."""
@@ -72,7 +65,7 @@ def pick_draft_form(draft_dtype: str, draft: nn.Module, target: nn.Module) -> Li
         forms = {"auto": form_of(target), "int8": EightBitForm(torch.int8), "target": None}
         return forms[draft_dtype]
     linears = [child for child in draft.modules() if isinstance(child, Linear)]
-    possible = bool(linears) and all(map(Int8Linear.supports, linears))
+    possible = bool(linears) and has_int8_products() and all(map(_can_round, linears))
     if draft_dtype == "int8" and not possible:
         raise UserError(
             "draft_dtype 'int8' needs float32 on an x86 CPU, and finite weights; use 'auto' or 'target'"
@@ -80,6 +73,10 @@ def pick_draft_form(draft_dtype: str, draft: nn.Module, target: nn.Module) -> Li
     if not possible or draft_dtype == "target":
         return None
     return NativeInt8Linear if has_native_products() else Int8Linear
+
+
+def _can_round(linear: Linear) -> bool:
+    return is_fp32_on_cpu(linear) and bool(torch.isfinite(linear.weight).all())
 
 
 def has_vnni() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -110,11 +110,6 @@ class Linear(nn.Linear):
 class CpuLinear(nn.Module):
     """The common part of a `Linear`'s forms for the CPU, whose product no GPU kernel computes."""
 
-    @staticmethod
-    def supports(linear: Linear) -> bool:
-        """Whether `linear` can have this form on this machine."""
-        return linear.weight.device.type == "cpu" and linear.weight.dtype == torch.float32
-
     def add_to(self, total: Tensor, x: Tensor) -> Tensor:
         """The product of x [..., in] added to `total` [..., out]."""
         return total + self(x)
@@ -142,14 +137,12 @@ class PackedLinear(CpuLinear):
         self.weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 8)
         self.bias = None if linear.bias is None else linear.bias.detach()
 
-    @staticmethod
-    def supports(linear: Linear) -> bool:
-        """Whether this build of torch can pack `linear`."""
-        return (
-            CpuLinear.supports(linear)
-            and torch.backends.mkldnn.is_available()
-            and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        )
+    @classmethod
+    def of(cls, linear: Linear) -> PackedLinear | None:
+        """The packed form of `linear`; None if this build of torch cannot pack it."""
+        mkldnn = torch.backends.mkldnn.is_available()
+        can_pack = mkldnn and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        return cls(linear) if can_pack and is_fp32_on_cpu(linear) else None
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
@@ -167,23 +160,22 @@ class PackedLinear(CpuLinear):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
-class LinearForm(Protocol):
-    """A class of modules that can replace a `Linear`."""
+def is_fp32_on_cpu(linear: Linear) -> bool:
+    """Whether `linear` can have a form for the CPU."""
+    return linear.weight.device.type == "cpu" and linear.weight.dtype == torch.float32
 
-    def __call__(self, linear: Linear) -> nn.Module: ...
 
-    def supports(self, linear: Linear) -> bool:
-        """Whether `linear` can be replaced on this machine."""
-        ...
+LinearForm = Callable[[Linear], nn.Module | None]
+"""Makes the module that replaces a `Linear`; None if that cannot have this form on this machine."""
 
 
 def replace_linears(module: nn.Module, form: LinearForm) -> None:
-    """Replace every `Linear` inside `module` by another form, if that supports it."""
+    """Replace every `Linear` inside `module` that can have this form."""
     for name, child in module.named_children():
-        if isinstance(child, Linear) and form.supports(child):
-            setattr(module, name, form(child))
-        else:
+        if not isinstance(child, Linear):
             replace_linears(child, form)
+        elif (made := form(child)) is not None:
+            setattr(module, name, made)
 
 
 # This many rows of a half-precision head are converted to fp32 at a time.

@@ -72,7 +72,9 @@ def pack_ends(model: Transformer, precision: Precision) -> None:
         pack(model, precision)
         return
     if not isinstance(model.head, EightBitLinear):
-        setattr(model, "head", rounding.head(model.head))  # noqa: B010 # another form of a Linear
+        head = rounding.head(model.head)
+        assert head is not None
+        setattr(model, "head", head)  # noqa: B010 # another form of a Linear
     if rounding.table is not None:
         model.rounded_embedding = rounding.table(model.embedding.detach())
         model.embedding = nn.Parameter(model.embedding.detach()[:0].clone(), requires_grad=False)

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Sequence
 from ctypes import Array, pointer
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -37,7 +36,7 @@ from longspec.models.layers import (
     RMSNorm,
     SelfAttention,
     Stream,
-    replace_linears,
+    is_fp32_on_cpu,
 )
 from longspec.native.build import Layer, Matrix, Writing, code, library
 
@@ -173,10 +172,11 @@ class NativeFloatLinear(NativeLinear):
     """The weights are fp32, bf16 or fp16; rows and sums are fp32. With fp32 weights, up to 8 rows take as
     long as one, because reading the weights takes longer than the arithmetic."""
 
-    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
+    def __init__(self, linear: Linear, weight: Tensor) -> None:
+        """`weight` is that of `linear`, in the dtype in which it is kept."""
         # Blocks of outputs: [outputs / lanes, inputs, lanes].
-        lanes, plain = code().lanes(), linear.weight.detach().to(dtype)
-        blocks = F.pad(plain, (0, 0, 0, -len(plain) % lanes)).unflatten(0, (-1, lanes))
+        lanes = code().lanes()
+        blocks = F.pad(weight, (0, 0, 0, -len(weight) % lanes)).unflatten(0, (-1, lanes))
         super().__init__(linear, blocks.transpose(1, 2))
 
     def _rows(self, ids: Tensor) -> Tensor:
@@ -186,7 +186,11 @@ class NativeFloatLinear(NativeLinear):
 
 class NativeGridLinear(NativeLinear):
     """Every `run` neighbours of a row share a step and a base. A weight is stored as a level of 8 bits and
-    equals base + step * level exactly. So products have the same bits as with fp32 weights."""
+    equals base + step * level exactly. So products have the same bits as with fp32 weights.
+
+    Weights are on such grids if they were expanded from a checkpoint with at most 8 bits per weight, such as
+    a GGUF.
+    """
 
     scales: Tensor
 
@@ -198,6 +202,18 @@ class NativeGridLinear(NativeLinear):
         run = num_in // grids.shape[1]
         super().__init__(linear, blocks.transpose(1, 2), scales.permute(0, 2, 3, 1), run=run)
 
+    @classmethod
+    def of(cls, linear: Linear) -> NativeGridLinear | None:
+        """This form of `linear`; None if its weights are not exactly on grids."""
+        if not _has_native_forms(linear):
+            return None
+        weight = linear.weight.detach()
+        for run in _RUNS:
+            # One row first, because it is enough to refuse most matrices.
+            if _fit(weight[:1], run) and (found := _fit(weight, run)):
+                return cls(linear, *found)
+        return None
+
     def _rows(self, ids: Tensor) -> Tensor:
         lanes = self.weight.shape[2]
         block, lane = ids // lanes, ids % lanes
@@ -205,23 +221,6 @@ class NativeGridLinear(NativeLinear):
         levels = self.weight[block, :, lane].unflatten(1, (steps.shape[1], -1))
         # In fp64 nothing but the last step rounds.
         return (levels * steps[:, :, None] + bases[:, :, None]).flatten(1).float()
-
-
-class GridForm:
-    """A form of a `Linear` whose weights are exactly on grids, because they were expanded from a checkpoint
-    with at most 8 bits per weight, such as a GGUF."""
-
-    def __call__(self, linear: Linear) -> NativeGridLinear:
-        found = next(grids for grids in map(partial(_fit, linear.weight.detach()), _RUNS) if grids)
-        return NativeGridLinear(linear, *found)
-
-    def supports(self, linear: Linear) -> bool:
-        """Whether `linear` can have this form on this machine."""
-        if not (CpuLinear.supports(linear) and has_native_products()):
-            return False
-        weight = linear.weight.detach()
-        # One row first, because it is enough to refuse most matrices.
-        return any(_fit(weight[:1], run) and _fit(weight, run) for run in _RUNS)
 
 
 def _fit(weight: Tensor, run: int) -> tuple[Tensor, Tensor] | None:
@@ -242,50 +241,45 @@ class FloatForm:
 
     dtype: torch.dtype
     rounds: bool = False
-    """Whether weights are rounded to `dtype`. If not, the form supports only linears whose weights are all
-    numbers of `dtype`, so that nothing is lost."""
+    """Whether weights are rounded to `dtype`. If not, only a linear whose weights are all numbers of `dtype`
+    can have this form, so that nothing is lost."""
 
-    def __call__(self, linear: Linear) -> NativeFloatLinear:
-        return NativeFloatLinear(linear, self.dtype)
-
-    def supports(self, linear: Linear) -> bool:
-        """Whether `linear` can have this form on this machine."""
+    def __call__(self, linear: Linear) -> NativeFloatLinear | None:
+        if not _has_native_forms(linear):
+            return None
         weight = linear.weight.detach()
-        if not (CpuLinear.supports(linear) and has_native_products()):
-            return False
         # One row first, because it is enough to refuse most matrices.
-        return self.rounds or (self._keeps(weight[:1]) and self._keeps(weight))
+        for part in (weight[:1], weight):
+            kept = part.to(self.dtype)
+            if not self.rounds and bool((kept != part).any()):
+                return None
+        return NativeFloatLinear(linear, kept)
 
-    def _keeps(self, weight: Tensor) -> bool:
-        return bool((weight.to(self.dtype) == weight).all())
 
-
-# The first form that supports a linear is used. Those of fewer bytes than fp32 come first; products are the
+# The first form that a linear can have is used. Those of fewer bytes than fp32 come first; products are the
 # same in all of them.
 _FP32_FORMS: tuple[LinearForm, ...] = (
-    GridForm(),
+    NativeGridLinear.of,
     FloatForm(torch.bfloat16),
     FloatForm(torch.float16),
     FloatForm(torch.float32),
-    PackedLinear,
+    PackedLinear.of,
 )
 
 
 def packed(linear: Linear) -> nn.Module:
-    """The fastest form of the same weights that there is for few rows."""
-    form = next((form for form in _FP32_FORMS if form.supports(linear)), None)
-    return linear if form is None else form(linear)
-
-
-def pack_linears(module: nn.Module) -> None:
-    """Replace every `Linear` inside `module` by the form that `packed` would choose."""
-    for form in _FP32_FORMS:
-        replace_linears(module, form)
+    """The fastest form of the same weights that there is for few rows; `linear` itself if there is none."""
+    made = (form(linear) for form in _FP32_FORMS)
+    return next((one for one in made if one is not None), linear)
 
 
 def has_native_products() -> bool:
     """Whether this machine can compile them."""
     return library() is not None
+
+
+def _has_native_forms(linear: Linear) -> bool:
+    return is_fp32_on_cpu(linear) and has_native_products()
 
 
 class NativeOps(PlainOps):

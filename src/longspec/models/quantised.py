@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspec.models.layers import CpuLinear, Linear
+from longspec.models.layers import CpuLinear, Linear, is_fp32_on_cpu
 from longspec.models.native import TINY
 
 GROUP = 32
@@ -39,11 +39,12 @@ class Int4Linear(CpuLinear):
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.flatten(1), 1)
         self._scales = torch.cat((scales, zeros), 2).transpose(0, 1).contiguous().bfloat16()
 
-    @staticmethod
-    def supports(linear: Linear) -> bool:
-        """Whether the kernel has such sizes."""
+    @classmethod
+    def of(cls, linear: Linear) -> Int4Linear | None:
+        """This form of `linear`; None if the kernel does not have such sizes."""
         num_out, num_in = linear.weight.shape
-        return CpuLinear.supports(linear) and num_in % GROUP == 0 and num_out % 64 == 0
+        fits = is_fp32_on_cpu(linear) and num_in % GROUP == 0 and num_out % 64 == 0
+        return cls(linear) if fits else None
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.num_in).bfloat16()

@@ -15,7 +15,7 @@ from longspec.config import ModelConfig, Quantisation
 from longspec.errors import UserError, check_known
 from longspec.models.eight_bit import KINDS, EightBitForm
 from longspec.models.layers import LinearForm, replace_linears
-from longspec.models.native import FloatForm, NativeInt8Linear, has_native_products, pack_linears
+from longspec.models.native import FloatForm, NativeInt8Linear, has_native_products, packed
 from longspec.models.quantised import HalfTable, Int4Linear, Int8Table
 from longspec.native.build import what_is_missing
 
@@ -48,7 +48,7 @@ ROUNDINGS = {
     "bfloat16": _half(torch.bfloat16),
     "int8": Rounding(NativeInt8Linear, NativeInt8Linear, Int8Table, 1, 1),
     # An int4 head or embedding would cost more words than it saves bytes.
-    "int4": Rounding(Int4Linear, NativeInt8Linear, Int8Table, 0.625, 1, wide_attention=True),
+    "int4": Rounding(Int4Linear.of, NativeInt8Linear, Int8Table, 0.625, 1, wide_attention=True),
 }
 # On a GPU, by our kernels. The embedding stays as it is: a step reads only a few of its rows.
 GPU_ROUNDINGS = {
@@ -184,7 +184,4 @@ def _check_capability(
 
 def pack(module: nn.Module, precision: Precision) -> None:
     """Bring every `Linear` below `module` into the form that decoding wants."""
-    if precision.rounding is None:
-        pack_linears(module)
-    else:
-        replace_linears(module, precision.rounding.matrix)
+    replace_linears(module, packed if precision.rounding is None else precision.rounding.matrix)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.models.families import config_from_hf
-from longspec.models.native import pack_linears
+from longspec.models.layers import replace_linears
+from longspec.models.native import packed
 from longspec.models.rope import RopeTable
 from longspec.vllm.captured import CapturedChains, Work
 from longspec.vllm.chain import ChainParts, CrossAttention, Roots, draft_chain
@@ -54,7 +55,7 @@ class DraftProposer:
         draft = load_for(self._folder, self._target, target_model, model_config.model)
         draft.to(device=device, dtype=dtype).requires_grad_(False).eval()
         choose = choose_with(target_model, draft.vocab_ids)
-        pack_linears(draft)
+        replace_linears(draft, packed)
         rope = RopeTable(self._target.rope, self._target.head_dim).to(device)
         rope.reserve(model_config.max_model_len + self._num_tokens + 1)
         num_rows = self._config.scheduler_config.max_num_seqs

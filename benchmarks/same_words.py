@@ -27,7 +27,7 @@ from longspec.engine.engine import Engine
 from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.models.layers import replace_linears
-from longspec.models.native import packed
+from longspec.models.native_linears import packed
 from longspec.models.placement import pick_device, pick_dtype
 from longspec.models.weights import Precision, with_kv_dtype
 

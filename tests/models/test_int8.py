@@ -22,7 +22,7 @@ from longspec.models.draft import ContextHead, DraftHead, GlideDraft
 from longspec.models.draft_passes import NativeDraftPass
 from longspec.models.int8 import Int8Linear
 from longspec.models.layers import Block, Linear, LinearForm, RMSNorm
-from longspec.models.native import FloatForm, NativeInt8Linear, has_native_products
+from longspec.models.native_linears import FloatForm, NativeInt8Linear, has_native_products
 from longspec.models.target import Transformer
 from tests.decoding.scripted import ask, tiny_draft, tiny_target
 

@@ -18,10 +18,10 @@ from longspec import Generation, LongSpec, UserError
 from longspec.cache import Pages
 from longspec.decoding.methods import VANILLA, Lookup, MagicDec, Method, Seq, Tree
 from longspec.decoding.sampling import Sampling
-from longspec.models import native
+from longspec.models import native_linears
 from longspec.models.layers import Linear, RMSNorm
 from longspec.models.load import pack_ends
-from longspec.models.native import (
+from longspec.models.native_linears import (
     FloatForm,
     NativeFloatLinear,
     NativeGridLinear,
@@ -277,8 +277,8 @@ def test_a_checkpoint_in_bf16_stays_so_and_says_the_same(
     halves = {name: one.bfloat16() for name, one in tensors.items()}
     save_file(halves, tmp_path / "model.safetensors", {"format": "pt"})
     answers: list[list[Generation]] = []
-    for forms in (native._FP32_FORMS, native._FP32_FORMS[3:]):
-        monkeypatch.setattr(native, "_FP32_FORMS", forms)
+    for forms in (native_linears._FP32_FORMS, native_linears._FP32_FORMS[3:]):
+        monkeypatch.setattr(native_linears, "_FP32_FORMS", forms)
         model = LongSpec.from_pretrained(tmp_path, device="cpu", calibrate=False)
         kept = {one.weight.dtype for one in model.target.modules() if isinstance(one, NativeFloatLinear)}
         assert kept == {torch.bfloat16 if len(answers) == 0 else torch.float32}

@@ -21,7 +21,7 @@ from longspec.decoding.tree import TokenTree, ancestors
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.draft_passes import FusedDraftPass, NativeDraftPass, PlainDraftPass
 from longspec.models.layers import Ops, Stream, look_up
-from longspec.models.native import ops_of
+from longspec.models.native_pass import ops_of
 
 if TYPE_CHECKING:
     from longspec.kernels.norm import Residual

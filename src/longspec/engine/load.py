@@ -19,7 +19,7 @@ from longspec.models.files import read_config
 from longspec.models.int8 import pick_draft_form
 from longspec.models.layers import replace_linears
 from longspec.models.load import load_target
-from longspec.models.native import packed
+from longspec.models.native_linears import packed
 from longspec.models.placement import gigabytes, memory_explained, pick_dtype
 from longspec.models.sharding import Shard
 from longspec.models.target import Transformer

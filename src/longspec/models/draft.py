@@ -30,7 +30,7 @@ from longspec.models.layers import (
     look_up,
     scores,
 )
-from longspec.models.native import NativeLinear, packed
+from longspec.models.native_linears import NativeLinear, packed
 from longspec.models.rope import rotate
 from longspec.models.sharding import shared_rows
 from longspec.models.target import Transformer

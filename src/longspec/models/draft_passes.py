@@ -14,7 +14,7 @@ from longspec.attention.native_backend import NativeAttention, Seen
 from longspec.cache import DraftRing, Pages
 from longspec.models.draft import GlideDraft
 from longspec.models.layers import PLAIN, Ops, Rope
-from longspec.models.native import NATIVE, native, ops_of
+from longspec.models.native_pass import NATIVE, native, ops_of
 from longspec.native.build import Draft, Writing, code
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from longspec.errors import UserError, check_known
 from longspec.models.eight_bit import EightBitForm, form_of
 from longspec.models.layers import CpuLinear, Linear, LinearForm, is_fp32_on_cpu
-from longspec.models.native import TINY, NativeInt8Linear, has_native_products
+from longspec.models.native_linears import TINY, NativeInt8Linear, has_native_products
 
 DRAFT_DTYPES = ("auto", "int8", "target")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from longspec.attention import Attention, AttentionPlan
 from longspec.cache import Pages
 from longspec.models.layers import PLAIN, BlockByBlock, ForwardPass, Ops, Rope, SelfAttention
-from longspec.models.native import NativePass, ops_of
+from longspec.models.native_pass import NativePass, ops_of
 from longspec.models.target import Transformer
 
 if TYPE_CHECKING:

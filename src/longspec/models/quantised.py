@@ -1,5 +1,5 @@
 """On a CPU: linears with int4 weights, and embeddings in fewer bytes. Linears with int8, bf16 and fp16
-weights are in `longspec.models.native`.
+weights are in `longspec.models.native_linears`.
 
 Decoding one sequence takes as long as reading the weights. The product of a row has the same bits in any
 batch, so a tree's node gets the numbers of a vanilla step: torch's kernel adds each row in the same order in
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspec.models.layers import CpuLinear, Linear, is_fp32_on_cpu
-from longspec.models.native import TINY
+from longspec.models.native_linears import TINY
 
 GROUP = 32
 """Weights of a row that share an int4 scale and zero; as in a GGUF."""

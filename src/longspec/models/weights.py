@@ -15,7 +15,7 @@ from longspec.config import ModelConfig, Quantisation
 from longspec.errors import UserError, check_known
 from longspec.models.eight_bit import KINDS, EightBitForm
 from longspec.models.layers import LinearForm, replace_linears
-from longspec.models.native import FloatForm, NativeInt8Linear, has_native_products, packed
+from longspec.models.native_linears import FloatForm, NativeInt8Linear, has_native_products, packed
 from longspec.models.quantised import HalfTable, Int4Linear, Int8Table
 from longspec.native.build import what_is_missing
 

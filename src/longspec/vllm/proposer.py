@@ -12,7 +12,7 @@ from torch import Tensor
 from longspec.errors import UserError
 from longspec.models.families import config_from_hf
 from longspec.models.layers import replace_linears
-from longspec.models.native import packed
+from longspec.models.native_linears import packed
 from longspec.models.rope import RopeTable
 from longspec.vllm.captured import CapturedChains, Work
 from longspec.vllm.chain import ChainParts, CrossAttention, Roots, draft_chain

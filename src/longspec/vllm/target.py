@@ -14,7 +14,7 @@ from longspec.models.draft import GlideDraft
 from longspec.models.draft_files import Fingerprint, load_draft_for
 from longspec.models.families import FAMILIES
 from longspec.models.layers import Linear, scores
-from longspec.models.native import packed
+from longspec.models.native_linears import packed
 from longspec.models.target import Transformer
 
 

@@ -19,6 +19,7 @@ from longspec.cache import DraftRing, Pages
 from longspec.cli.main import main
 from longspec.config import DraftConfig
 from longspec.models.draft import GlideDraft
+from longspec.models.native_linears import has_native_products
 
 # Runs the command line once for each number of megabytes that it may take beyond what the libraries do: those
 # are there, and used, before the limit is set.
@@ -98,6 +99,21 @@ def test_what_does_not_fit_is_said(tiny_folder: Path, capsys: pytest.CaptureFixt
     assert "--context is 2049; the target's limit is 2048 tokens" in capsys.readouterr().err
 
 
+def test_a_ggufs_weights_count_as_a_cpu_keeps_them(
+    smollm2: LongSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not has_native_products():
+        pytest.skip("no C compiler here")
+    flags = ["info", "smollm2-135m", "--device", "cpu", "--dtype", "float32"]
+    assert main(flags) == 0
+    assert "in float32 (matrices: about 1.25 bytes per weight)" in capsys.readouterr().out
+    assert main([*flags, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["needs"]["weights"]
+    target = smollm2.target
+    kept = {*target.parameters(), *target.buffers()} - {target.rope.table}
+    assert told == pytest.approx(sum(one.nbytes for one in kept), rel=0.01)
+
+
 def test_running_out_of_memory_says_what_to_shrink(smollm2_folder: Path, tiny_folder: Path) -> None:
     """Too little for the file, for the weights, and for the pages of KV beside the weights."""
     flags = "generate --device cpu --dtype float32 --method vanilla --draft none --max-rows 16 Hi"
@@ -109,7 +125,7 @@ def test_running_out_of_memory_says_what_to_shrink(smollm2_folder: Path, tiny_fo
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 3
     for line in lines[:2]:
-        assert "there is not enough memory for the 0.5 GB of smollm2-135m in float32 on cpu" in line
+        assert re.search(r"not enough memory for the 0\.\d GB of smollm2-135m in float32 .*on cpu", line)
         assert "a smaller dtype, a smaller target or another device" in line
     assert re.search(
         r"there is not enough memory for \d+ tokens of KV on cpu; lower max_length, max_rows or kv_memory",

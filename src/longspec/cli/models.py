@@ -147,6 +147,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "tensor_parallel": len(devices),
         "dtype": str(precision.dtype).removeprefix("torch."),
         "weights": precision.weights,
+        "weights_kept_as": precision.kept_as,
         "kv_dtype": precision.kv,
         "kv_bytes_per_token": per_token,
         "context_that_fits": min(limit, max(0, beside.left // per_token)),
@@ -180,7 +181,7 @@ def _report(facts: dict[str, Any]) -> str:
     needs, device, left = facts["needs"], facts["device"], facts["left_bytes"]
     ranks = facts["tensor_parallel"]
     parts = {
-        "weights": f"in {facts['weights']}",
+        "weights": f"in {facts['weights_kept_as']}",
         "kv": f"{facts['batch']} x {facts['context']:,} tokens and a tree, "
         f"{facts['kv_bytes_per_token']:,} bytes per token in {facts['kv_dtype']}",
         "rope": "its tables",

@@ -23,7 +23,7 @@ from longspec.engine.memory import kv_bytes
 from longspec.errors import UserError
 from longspec.models.files import eos_ids, read_config
 from longspec.models.placement import check_fits, free_memory, pick_device, pick_dtype
-from longspec.models.weights import Precision
+from longspec.models.weights import Precision, pick_precision
 from longspec.progress import token_bar
 from longspec.prompts import PromptEncoder
 from longspec.records import MOST_BYTES, read_bytes, read_record
@@ -46,11 +46,11 @@ def synthesize(options: SynthesisOptions, progress: bool = False) -> SynthesisSu
     settings = begin(options.output, _settings(options, device, dtype, files, topics))
     if is_finished(options.output):
         return summary_of(options.output)
-    found, config = _find(options, device, dtype, progress)
+    found, config, precision = _find(options, device, dtype, progress)
     encoder = PromptEncoder(found.folder, found.chat_template)
     eos = eos_ids(found.folder, found.eos_id)
     script = Script(options, encoder, files.get("prompts"), files.get("documents"), topics, eos)
-    plan = LoadPlan(options.target, found.folder, config, Precision(dtype))
+    plan = LoadPlan(options.target, found.folder, config, precision)
     target = load_models(plan, device, progress=progress).target
     batch = settings["batch"] or _pick_batch(config, options.seq_length, device, dtype)
     shard_samples = options.shard_samples or _SAMPLES_PER_ROW * batch
@@ -65,7 +65,7 @@ def synthesize(options: SynthesisOptions, progress: bool = False) -> SynthesisSu
 
 def _find(
     options: SynthesisOptions, device: torch.device, dtype: torch.dtype, progress: bool
-) -> tuple[hub.TargetFiles, ModelConfig]:
+) -> tuple[hub.TargetFiles, ModelConfig, Precision]:
     """The target's files. A target that does not fit is refused before its weights are fetched."""
     find = partial(
         hub.resolve, options.target, revision=options.revision, offline=options.offline, progress=progress
@@ -76,8 +76,9 @@ def _find(
         raise UserError(
             f"seq_length is {options.seq_length}; the limit of {options.target} is {config.max_length}"
         )
-    check_fits(options.target, config, Precision(dtype), device)
-    return find(), config
+    precision = pick_precision("auto", dtype, device, matrix_types=shape.matrix_types)
+    check_fits(options.target, config, precision, device)
+    return find(), config, precision
 
 
 def _settings(

@@ -43,7 +43,8 @@ def read_shape(
     or fit is refused before its weights are fetched. `find` is `hub.resolve` with the target's name."""
     files = find(config_only=True)
     config = read_config(files.folder, files.config)
-    precision = pick_precision(weights, pick_dtype(dtype, device), device, config.quantisation)
+    dtype = pick_dtype(dtype, device)
+    precision = pick_precision(weights, dtype, device, config.quantisation, files.matrix_types)
     precision = with_kv_dtype(precision, kv_dtype, config.head_dim, device, backend)
     return files.entry, config, precision, files.entry.context if files.entry else config.max_length
 
@@ -87,8 +88,8 @@ def _load_target(plan: LoadPlan, device: torch.device, shard: Shard | None, prog
     config, precision = plan.config, plan.precision
     held = config if shard is None else config.shared_by(shard.size)
     num_bytes = held.num_parameters * precision.dtype.itemsize
-    kept = num_bytes if precision.rounding is None else precision.weight_bytes(held, device)
-    what = f"the {gigabytes(kept)} of {plan.name} in {precision.weights} on {device}"
+    kept = gigabytes(precision.weight_bytes(held, device))
+    what = f"the {kept} of {plan.name} in {precision.kept_as} on {device}"
     with (
         memory_explained(what, _SMALLER),
         WeightFiles(plan.folder) as weights,

@@ -44,10 +44,12 @@ def converted(path: Path, *, progress: bool = True) -> Path:
     )
 
 
-def read_gguf_config(path: Path) -> dict[str, Any]:
-    """The model's shape as config.json will have it; reads only the header."""
-    meta, config, _ = _read(path)
-    return {"model_type": meta.arch} | config
+def read_gguf_config(path: Path) -> tuple[dict[str, Any], frozenset[str]]:
+    """The model's shape as config.json will have it, and its `TargetFiles.matrix_types`, from the header."""
+    meta, config, plan = _read(path)
+    dtype = _storage_type(meta.header, plan)
+    types = _matrix_types(meta.header, plan) if dtype == "float32" else frozenset({dtype})
+    return {"model_type": meta.arch} | config, types
 
 
 def convert(path: Path, folder: Path, *, progress: bool = True) -> dict[str, Any]:
@@ -91,11 +93,15 @@ def _num_bytes(weight: Weight, dtype: str) -> int:
 
 def _storage_type(header: GGUFHeader, plan: list[Weight]) -> str:
     """The dtype of the matrices, as the module's docstring says."""
-    kinds = {header.tensors[weight.gguf_name].type_name for weight in plan if len(weight.shape) == 2}
-    if len(kinds) == 1 and (kind := kinds.pop()) in _PLAIN:
+    kind, *others = _matrix_types(header, plan)
+    if not others and kind in _PLAIN:
         return _PLAIN[kind]
     num_bytes = sum(_num_bytes(weight, "float32") for weight in plan)
     return "float32" if num_bytes <= _MAX_FLOAT32_BYTES else "bfloat16"
+
+
+def _matrix_types(header: GGUFHeader, plan: list[Weight]) -> frozenset[str]:
+    return frozenset(header.tensors[weight.gguf_name].type_name for weight in plan if len(weight.shape) == 2)
 
 
 def _save_config(meta: Metadata, config: dict[str, Any], dtype: str, folder: Path) -> None:

@@ -19,6 +19,8 @@ class TargetFiles:
     entry: ModelEntry | None
     config: Mapping[str, Any] | None = None
     """The future content of config.json, if only the config was asked for and nothing is converted yet."""
+    matrix_types: frozenset[str] = frozenset()
+    """With `config`: the GGUF types of the matrices or, if they are not converted to float32, their dtype."""
 
     @property
     def chat_template(self) -> str | None:
@@ -54,7 +56,8 @@ def resolve(
         from longspec.hub import embedded
 
         if config_only:
-            return TargetFiles(target, embedded.embedded_folder(), entry, embedded.CONFIG)
+            folder = embedded.embedded_folder()
+            return TargetFiles(target, folder, entry, embedded.CONFIG, embedded.MATRIX_TYPES)
         return TargetFiles(target, embedded.embedded_target(offline=offline, progress=progress), entry)
     hub_id = entry.target if entry is not None and entry.target is not None else target
     if hub_id.count("/") != 1:
@@ -140,7 +143,7 @@ def _local(target: str, path: Path, progress: bool, config_only: bool) -> Target
     from longspec.hub.gguf_convert import converted, read_gguf_config
 
     if config_only:
-        return TargetFiles(target, path, None, read_gguf_config(path))
+        return TargetFiles(target, path, None, *read_gguf_config(path))
     return TargetFiles(target, converted(path, progress=progress), None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,15 +133,15 @@ def check_fits(name: str, config: ModelConfig, precision: Precision, *devices: t
     plan = plan_memory(config, precision, *devices)
     if plan.context_that_fits >= min(LEAST_CONTEXT, config.max_length):
         return plan
-    kind = precision.weights
-    half = plan.weights // 2
+    half = replace(precision, dtype=torch.bfloat16, matrix_bytes=None)
+    half_bytes = half.weight_bytes(config.shared_by(num_ranks), device)
     parts = f" in {num_ranks} parts" if num_ranks > 1 else ""
     hint = f"a smaller target, or a device with {gigabytes(plan.weights + OVERHEAD)} free"
-    if kind == "float32" and half + OVERHEAD < plan.free:
-        hint = f"--dtype bfloat16 ({gigabytes(half)})"
+    if precision.weights == "float32" and half_bytes < min(plan.weights, plan.free - OVERHEAD):
+        hint = f"--dtype bfloat16 ({gigabytes(half_bytes)})"
     raise UserError(
         f"{name} does not fit on {device}{parts}: its weights take "
-        f"{gigabytes(plan.weights)} in {kind} and each "
+        f"{gigabytes(plan.weights)} in {precision.kept_as} and each "
         f"token of context {plan.kv_per_token / 1024:.0f} KiB, but {gigabytes(plan.free)} are free; "
         f"what would fit: {hint}"
     )

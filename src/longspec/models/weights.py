@@ -54,6 +54,15 @@ ROUNDINGS = {
 GPU_ROUNDINGS = {
     name: Rounding(EightBitForm(kind), EightBitForm(kind), None, 1, 1) for name, kind in KINDS.items()
 }
+# Bytes per weight of a GGUF's matrices on a CPU, by `TargetFiles.matrix_types`; others take 4. On grids
+# (`NativeGridLinear`) a weight takes a byte, and each run of 32 or 16 weights takes 8 more. Only loading can
+# find that a K type is off its grids: if its `dmin` is more than 128 times its `d`. Weights around 0 do not
+# have such minima.
+_GGUF_BYTES = (
+    dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K"), 1 + 8 / 32)
+    | dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), 1 + 8 / 16)
+    | dict.fromkeys(("float16", "bfloat16"), 2.0)
+)
 WEIGHTS = ("auto", "float32", *ROUNDINGS, "fp8")
 KV_DTYPES = ("auto", "fp8")
 _FP8_CAPABILITY = (8, 9)
@@ -71,11 +80,20 @@ class Precision:
     stores so."""
     kv_name: str = ""
     """What keys and values are in, if a user asks for fewer bytes."""
+    matrix_bytes: float | None = None
+    """Per weight, if a CPU keeps matrices in fewer bytes than `dtype` without rounding them."""
 
     @property
     def weights(self) -> str:
         """What users call it."""
         return self.name or str(self.dtype).removeprefix("torch.")
+
+    @property
+    def kept_as(self) -> str:
+        """`weights`, and the bytes of matrices if they have fewer."""
+        if self.matrix_bytes is None:
+            return self.weights
+        return f"{self.weights} (matrices: about {self.matrix_bytes:g} bytes per weight)"
 
     @property
     def kv(self) -> str:
@@ -106,7 +124,9 @@ class Precision:
         if self.rounding is None:
             # A packed head cannot be the embedding too.
             copied = device.type == "cpu" and self.dtype == torch.float32 and config.tied_head
-            return (config.num_parameters + (table if copied else 0)) * self.dtype.itemsize
+            matrices = config.num_parameters - (0 if copied else table)
+            plain = self.dtype.itemsize
+            return int(matrices * (self.matrix_bytes or plain)) + table * plain
         matrices = config.num_parameters - table * (1 if config.tied_head else 2)
         head = self.rounding.table_bytes
         embedding = head if self.rounding.table else self.dtype.itemsize
@@ -114,12 +134,16 @@ class Precision:
 
 
 def pick_precision(
-    weights: str, dtype: torch.dtype, device: torch.device, quantisation: Quantisation | None = None
+    weights: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantisation: Quantisation | None = None,
+    matrix_types: frozenset[str] = frozenset(),
 ) -> Precision:
     """What `weights` asks for; "auto" leaves them as the file says: in `dtype` or, on a GPU, in the 8 bits
-    of a quantised checkpoint."""
+    of a quantised checkpoint. `matrix_types` are those of `TargetFiles`."""
     check_known("weights", weights, WEIGHTS)
-    plain = Precision(dtype)
+    plain = Precision(dtype, matrix_bytes=_matrix_bytes(matrix_types, dtype, device))
     on_gpu = device.type == "cuda" and dtype != torch.float32
     if weights == "auto" and on_gpu and quantisation is not None:
         _check_capability("weights", quantisation.kind, device)
@@ -142,6 +166,12 @@ def pick_precision(
             f"({what_is_missing()}); use auto"
         )
     return Precision(dtype, rounding, weights)
+
+
+def _matrix_bytes(matrix_types: frozenset[str], dtype: torch.dtype, device: torch.device) -> float | None:
+    most = max((_GGUF_BYTES.get(one, 4.0) for one in matrix_types), default=4.0)
+    in_fp32 = device.type == "cpu" and dtype == torch.float32
+    return most if most < 4 and in_fp32 and has_native_products() else None
 
 
 def with_kv_dtype(

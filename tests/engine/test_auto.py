@@ -30,9 +30,11 @@ from tests.decoding.scripted import (
 
 ACCEPTANCE = {"chain": [0.8, 0.6, 0.4, 0.3], "trees": {"4,8": [0.9, 0.7]}}
 AUTO = Auto()
-DOUBT = ":min_confidence=0.2"
+DOUBT = ":min_confidence=0.3"
 """What `auto` adds to chains."""
-SEQ = Seq(2, min_confidence=0.2)
+SEQ = Seq(4, min_confidence=0.3)
+# The seconds of chains, in vanilla steps.
+CHAINS = {"seq:1": 1.1, "seq:3": 1.5, "seq:4": 1.9}
 
 
 def policy(
@@ -49,8 +51,8 @@ def policy(
     return Policy(methods, acceptance, Costs({"vanilla": {1: [(256, 1.0)]}, **times}, methods))
 
 
-def pick(made: Policy, match: bool = False, **changes: Any) -> Method:
-    return made.pick([Outlook(0.0)], [match], **{"num_rows": 1, "context": 300} | changes)
+def pick(made: Policy, run: int = 0, **changes: Any) -> Method:
+    return made.pick([Outlook(0.0)], [run], **{"num_rows": 1, "context": 300} | changes)
 
 
 def expects(outlook: Outlook, source: str, gained: float) -> float:
@@ -61,70 +63,85 @@ def expects(outlook: Outlook, source: str, gained: float) -> float:
 def test_the_best_gain_for_its_cost_is_picked() -> None:
     assert Seq(gamma=2).gain(ACCEPTANCE) == pytest.approx(2.4)
     assert Tree(tree_shape=(4, 8)).gain(ACCEPTANCE) == pytest.approx(2.6)
-    ratios = {"seq:1": 1.1, "seq:2": 1.2, "seq:3": 1.5, "lookup:2": 1.1}
+    ratios = CHAINS | {"lookup:2": 1.1}
     assert pick(policy(ratios)) == SEQ
-    assert pick(policy(ratios | {"tree:4x8": 1.25})) == Tree((4, 8))
-    assert pick(policy(ratios | {"tree:4x8": 1.25}), max_nodes=4) == SEQ
+    assert pick(policy(ratios | {"tree:4x8": 1.2})) == Tree((4, 8))
+    assert pick(policy(ratios | {"tree:4x8": 1.2}), max_nodes=4) == Seq(3, min_confidence=0.3)
+
+
+def test_a_chain_is_judged_by_the_tokens_that_it_drafts_before_it_ends() -> None:
+    made = policy(CHAINS)
+    assert SEQ.expected_length(ACCEPTANCE, 1.0) == pytest.approx(1 + 0.8 + 0.6 + 0.4)
+    assert SEQ.expected_length(ACCEPTANCE, 0.5) == pytest.approx(1 + 0.9), "what is not accepted ends it"
+    assert made.costs.seconds(SEQ, 1, 300, 2.0) == pytest.approx(1.3)
+    assert made.costs.seconds(SEQ, 1, 300) == 1.9 == made.costs.seconds(SEQ, 1, 300, 4.0)
+    dear = CHAINS | {"seq:3": 1.8, "seq:4": 2.5}
+    assert pick(policy(dear)) == SEQ
+    two = policy(dear).pick([Outlook(0.0)] * 2, [0, 0], 1, 300)
+    assert two == Seq(1, min_confidence=0.3), "of two rows, one is sure for longer"
 
 
 def test_lookup_comes_before_drafting_where_there_is_a_match() -> None:
-    ratios = {"seq:2": 1.2, "lookup:2": 1.1, "lookup:4": 1.2, "lookup:7": 2.7}
+    ratios = CHAINS | {"lookup:2": 1.1, "lookup:4": 1.2, "lookup:7": 1.7}
     assert pick(policy(ratios)).name == "seq"
-    assert pick(policy(ratios), match=True) == Lookup(4)
-    both = policy(ratios).pick([Outlook(0.0)] * 2, [True, False], 1, 300)
+    assert pick(policy(ratios), run=3) == Lookup(4)
+    assert pick(policy(ratios), run=8) == Lookup(7), "more tokens are likely after a longer run"
+    assert pick(policy(ratios), run=2).name == "seq", "a short run is often chance"
+    both = policy(ratios).pick([Outlook(0.0)] * 2, [3, 0], 1, 300)
     assert both.name == "seq", "the other has nothing to look up"
 
 
 def test_what_would_lose_is_not_picked() -> None:
-    dear = {"seq:1": 2.0, "seq:2": 2.9, "lookup:2": 1.2}
+    dear = {"seq:1": 2.0, "seq:3": 3.9, "lookup:2": 1.2}
     assert pick(policy(dear)) == VANILLA
-    assert pick(policy(dear), match=True).name == "lookup"
-    assert pick(policy({"lookup:2": 1.1}, drafting=False), match=True).name == "lookup"
-    assert pick(policy({"seq:2": 2.38})) == VANILLA, "a gain within what timing can tell is none"
+    assert pick(policy(dear), run=3).name == "lookup"
+    assert pick(policy({"lookup:2": 1.1}, drafting=False), run=3).name == "lookup"
+    assert pick(policy({"seq:1": 1.78})) == VANILLA, "a gain within what timing can tell is none"
 
 
 def test_an_outlook_follows_what_is_observed_and_comes_back() -> None:
-    made = policy({"seq:2": 1.2})
+    made = policy(CHAINS)
     outlook = Outlook(0.0)
-    assert expects(outlook, "draft", made.gain(SEQ)) == pytest.approx(2.4)
+    assert expects(outlook, "draft", made.gain(SEQ)) == pytest.approx(3.1)
     assert expects(Outlook(0.7), "draft", 2.4) < 2.1, "a temperature makes drafts worse"
     for _ in range(40):
         made.learn(outlook, SEQ, 1, None)
     assert expects(outlook, "draft", 2.4) < 1.05
-    assert made.pick([outlook], [False], 1, 300) == VANILLA
+    assert made.pick([outlook], [0], 1, 300) == VANILLA
     rounds = 0
-    while made.pick([outlook], [False], 1, 300) == VANILLA:
+    while made.pick([outlook], [0], 1, 300) == VANILLA:
         made.learn(outlook, VANILLA, 1, None)
         rounds += 1
     assert 20 < rounds < 200, "what lost is tried again, but not soon"
     for _ in range(40):
-        made.learn(outlook, SEQ, 3, None)
+        made.learn(outlook, SEQ, 4, None)
     assert expects(outlook, "draft", 2.4) > 2.5
-    # Lookup is judged by the rounds in which there was something to look up.
-    for match in (False, True):
+    # Lookup is judged by the rounds in which there was something to look up, and more was expected after a
+    # longer run.
+    for run, emitted, falls in ((0, 1, False), (2, 1, True), (2, 2, False), (8, 2, True)):
         before = expects(outlook, "lookup", 2.0)
-        made.learn(outlook, Lookup(2), 1, match)
-        assert (expects(outlook, "lookup", 2.0) < before) == match
+        made.learn(outlook, Lookup(2), emitted, run)
+        assert (expects(outlook, "lookup", 2.0) < before) == falls
 
 
 def test_rows_decide_together() -> None:
-    made, good, bad = policy({"seq:2": 1.5}), Outlook(0.0), Outlook(0.0)
+    made, good, bad = policy({"seq:3": 1.9}), Outlook(0.0), Outlook(0.0)
     for _ in range(40):
         made.learn(bad, SEQ, 1, None)
-    assert made.pick([good], [False], 1, 300).name == "seq"
-    assert made.pick([good, good, bad], [False] * 3, 1, 300).name == "seq"
-    assert made.pick([good, bad, bad], [False] * 3, 1, 300) == VANILLA
+    assert made.pick([good, good], [0] * 2, 1, 300).name == "seq"
+    assert made.pick([good, good, bad], [0] * 3, 1, 300).name == "seq"
+    assert made.pick([good, bad, bad], [0] * 3, 1, 300) == VANILLA
 
 
 def test_an_unmeasured_draft_is_assumed_to_be_middling() -> None:
     assert Seq(gamma=2).gain({}) == pytest.approx(1 + 0.6 + 0.36)
-    assert pick(policy({"seq:2": 1.2}, acceptance={})).name == "seq"
+    assert pick(policy(CHAINS, acceptance={})).name == "seq"
 
 
 def test_while_nothing_is_measured_plain_rounds_draft_a_chain() -> None:
     target = tiny_target()
     draft = tiny_draft(target, max_lag=3)
-    assert pick(tiny_engine(target, draft).policy) == Seq(3, min_confidence=0.2)
+    assert pick(tiny_engine(target, draft).policy) == Seq(3, min_confidence=0.3)
     assert unmeasured(draft, fused=True) == (Tree((4, 16, 16)),)
     assert unmeasured(None, fused=False) == unmeasured(None, fused=True) == (Lookup(),)
 
@@ -220,7 +237,7 @@ def test_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
 
     for _ in range(3):  # the last of which is believed even if this machine is busy
         first = costs(engine)
-    assert {"vanilla", "lookup:4", "seq:4" + DOUBT, "tree:4x4x4x4@8"} <= set(first.times)
+    assert {"vanilla", "lookup:4", "seq:3" + DOUBT, "tree:4x4x4x4@8"} <= set(first.times)
     for times in first.times.values():
         assert [context for context, _ in times[1]] == [256, 2048]
         assert all(seconds > 0 for _, seconds in times[1])

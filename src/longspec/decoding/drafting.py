@@ -12,7 +12,8 @@ from torch import Tensor
 from longspec.attention import AttentionPlan
 from longspec.cache import DraftRing
 from longspec.decoding.choose import filtered, gumbel
-from longspec.decoding.lookup import FIRST_DOUBT, MAX_RUN, MIN_RUN, NEXT_DOUBT, find, graft
+from longspec.decoding.expected import FIRST_DOUBT, NEXT_DOUBT
+from longspec.decoding.lookup import MAX_RUN, MIN_RUN, find, graft
 from longspec.decoding.methods.drafted import Drafted
 from longspec.decoding.rejection import draw_children
 from longspec.decoding.round import Models
@@ -49,7 +50,7 @@ def propose(method: Drafted, models: Models, rows: Slots, sampled: bool) -> Toke
     features = draft.features(rows.feature[:, None], len(method.shape))
     noise = _noise(models, rows, len(method.shape)) if sampled and not method.draws else None
     proposals: list[Tensor] = []
-    sure = rows.running & rows.active
+    confidence = (rows.running & rows.active).float()
     end = levels[-1].stop
     for depth, level in enumerate(levels[:-1]):
         hidden = drafting.hidden(level, depth, features[depth])
@@ -60,8 +61,8 @@ def propose(method: Drafted, models: Models, rows: Slots, sampled: bool) -> Toke
             here = None if noise is None else noise[depth]
             _grow(models, rows, tree, level, len(levels[depth + 1]), logits, here)
         if method.min_confidence and not models.fused:
-            sure = sure & (_confidence(tree, level, proposals) >= method.min_confidence)
-            if not bool(models.target.agree(sure).any()):
+            confidence = confidence * _confidence(tree, level, proposals)
+            if not bool(models.target.agree(confidence >= method.min_confidence).any()):
                 end = level.stop + 1
                 break
     drafting.end()

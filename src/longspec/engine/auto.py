@@ -106,50 +106,55 @@ class Policy:
     methods: tuple[Method, ...]
     acceptance: Mapping[str, Any]
     costs: Costs
-    gains: dict[Method, float] = field(default_factory=dict)
+    gains: dict[tuple[Method, int | None], float] = field(default_factory=dict)
 
-    def gain(self, method: Method) -> float:
-        """Tokens that a round is expected to emit per row; for lookup, per row that has a match."""
-        if method not in self.gains:
-            self.gains[method] = method.gain(self.acceptance)
-        return self.gains[method]
+    def gain(self, method: Method, run: int | None = None) -> float:
+        """Tokens that a round is expected to emit for a row of which a `run` of tokens matches; None: the
+        host does not know."""
+        if (method, run) not in self.gains:
+            gain = method.gain(self.acceptance, run)
+            if method.source == "lookup" and run is None:
+                gain = 1 + ASSUMED_MATCHES * (gain - 1)
+            self.gains[method, run] = gain
+        return self.gains[method, run]
 
     def pick(
         self,
         outlooks: Sequence[Outlook],
-        matches: Sequence[bool] | None,
+        runs: Sequence[int] | None,
         num_rows: int,
         context: int,
         max_nodes: int | None = None,
     ) -> Method:
         """The method for rows with these outlooks, in a bucket of `num_rows`, of about `context` tokens each.
 
-        `matches` says which rows have something to look up; None: the host does not know.
+        `runs` has how many tokens of each row match, 0 for none; None: the host does not know.
         """
-        has_match = [ASSUMED_MATCHES] * len(outlooks) if matches is None else matches
-        shares = {
-            None: len(outlooks),
-            "draft": sum(one.shares["draft"] for one in outlooks),
-            "lookup": sum(
-                one.shares["lookup"] * match for one, match in zip(outlooks, has_match, strict=True)
-            ),
-        }
+        drafted = sum(one.shares["draft"] for one in outlooks)
+        copied: dict[int | None, float] = {}
+        for index, outlook in enumerate(outlooks):
+            run = None if runs is None else runs[index]
+            copied[run] = copied.get(run, 0.0) + outlook.shares["lookup"]
         best: Method = VANILLA
         most = LEAST_SPEED * len(outlooks) / self.costs.seconds(VANILLA, num_rows, context)
         for method in self.methods:
             if max_nodes is not None and method.num_nodes > max_nodes:
                 continue
-            expected = len(outlooks) + shares[method.source] * (self.gain(method) - 1)
-            promised = expected / self.costs.seconds(method, num_rows, context)
+            if method.source == "lookup":
+                gained = sum(share * (self.gain(method, run) - 1) for run, share in copied.items())
+            else:
+                gained = drafted * (self.gain(method) - 1)
+            # A chain goes on as long as one of its rows is sure, so only a row alone ends early.
+            num_drafted = method.expected_length(self.acceptance, drafted) if len(outlooks) == 1 else None
+            seconds = self.costs.seconds(method, num_rows, context, num_drafted)
+            promised = (len(outlooks) + gained) / seconds
             if promised > most:
                 best, most = method, promised
         return best
 
-    def learn(self, outlook: Outlook, method: Method, emitted: int, has_match: bool | None) -> None:
-        """Update a row's outlook after a round."""
-        source, gained = method.source, self.gain(method)
-        if source == "lookup" and has_match is None:
-            gained = 1 + ASSUMED_MATCHES * (gained - 1)
-        if source == "lookup" and has_match is False:
-            source = None
-        outlook.learn(source, gained, emitted)
+    def learn(self, outlook: Outlook, method: Method, emitted: int, run: int | None) -> None:
+        """Update a row's outlook after a round; `run` is as in `pick`."""
+        if method.source == "lookup":
+            outlook.learn(None if run == 0 else "lookup", self.gain(method, run), emitted)
+        else:
+            outlook.learn(method.source, self.gain(method), emitted)

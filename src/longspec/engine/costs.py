@@ -62,9 +62,15 @@ class Costs:
             times.setdefault(label, {}).setdefault(num_rows, []).append((context, seconds))
         return cls(times, methods)
 
-    def seconds(self, method: Method, num_rows: int, context: int) -> float:
-        """The seconds of a round over `num_rows` rows of about `context` tokens each."""
+    def seconds(self, method: Method, num_rows: int, context: int, num_drafted: float | None = None) -> float:
+        """The seconds of a round over `num_rows` rows of about `context` tokens each. If chains end early,
+        they have `num_drafted` tokens on average."""
         measured = self.times.get(method.label)
+        if measured and num_drafted is not None:
+            chains = [one for one in self.methods if one.name == method.name]
+            return interpolate(
+                sorted((one.depth, self.seconds(one, num_rows, context)) for one in chains), num_drafted
+            )
         if not measured:
             return 1.0 if method == VANILLA else UNMEASURED
         if num_rows in measured:

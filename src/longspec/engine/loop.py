@@ -35,8 +35,8 @@ class _Launch:
     """The method of the round; None for prompts."""
     width: int = 1
     """The most tokens that each row may emit."""
-    matches: list[bool] | None = None
-    """For each of `seats`, whether it had something to look up; None where the host does not know."""
+    runs: list[int] | None = None
+    """For each of `seats`, how many of its last tokens it had before; None where the host does not know."""
     is_auto: bool = False
     scores: Report | None = None
     """The log-probabilities of a guided round."""
@@ -226,9 +226,9 @@ class Loop:
             return False
         self._compact()
         choice, draws = group
-        matches = None
+        runs = None
         if is_auto := isinstance(choice, Auto):
-            choice, matches = self._pick(choice, seats)
+            choice, runs = self._pick(choice, seats)
         assert isinstance(choice, Method)
         method = self.fit(choice, draws)
         num_rounds = self.ahead if method.num_nodes == 1 else 1
@@ -241,7 +241,7 @@ class Loop:
         sampled = any(seat.is_sampled for seat in self.scheduler.running)
         reports = [self.device.round(method, num_rows, active, sampled) for _ in range(num_rounds)]
         rows = [(seat.slot, seat) for seat in seats]
-        self._queue(_Launch(reports, rows, choice, width, matches, is_auto))
+        self._queue(_Launch(reports, rows, choice, width, runs, is_auto))
         for seat in seats:
             if method.uses_draft:
                 seat.num_unread = width
@@ -249,17 +249,17 @@ class Loop:
                 seat.num_unread += width
         return True
 
-    def _pick(self, auto: Auto, seats: list[Seat]) -> tuple[Method, list[bool] | None]:
-        """The method that `auto` takes for these rows this turn, and which rows have something to look up."""
-        matches = None
+    def _pick(self, auto: Auto, seats: list[Seat]) -> tuple[Method, list[int] | None]:
+        """The method that `auto` takes for these rows this turn, and how many tokens of each row match, where
+        the host knows it."""
+        runs = None
         if not self.models.fused and any(one.source == "lookup" for one in self.policy.methods):
-            rows = self.device.slots.first(self.scheduler.num_rows)
-            runs = (Lookup().find(rows)[0] > 0).tolist()
-            matches = [runs[seat.slot] for seat in seats]
+            found = Lookup().find(self.device.slots.first(self.scheduler.num_rows))[0].tolist()
+            runs = [found[seat.slot] for seat in seats]
         context = sum(seat.length for seat in seats) // len(seats)
         num_rows = self.device.bucket(self.scheduler.num_rows)
         outlooks = [seat.outlook for seat in seats]
-        return self.policy.pick(outlooks, matches, num_rows, context, auto.max_nodes), matches
+        return self.policy.pick(outlooks, runs, num_rows, context, auto.max_nodes), runs
 
     def _have_pages(self, seats: list[Seat], num_entries: int) -> bool:
         """Give every row the pages that a round needs; False if that ended or paused sequences."""
@@ -338,12 +338,12 @@ class Loop:
                 continue
             if scores is not None:
                 seat.sequence.keep_scores(scores[row])
-            self._keep(seat, emitted, launch, None if launch.matches is None else launch.matches[index])
+            self._keep(seat, emitted, launch, None if launch.runs is None else launch.runs[index])
         done = [seat for _, seat in launch.seats if seat.sequence.finished and self.scheduler.has(seat)]
         if done:
             self._release(*done)
 
-    def _keep(self, seat: Seat, emitted: list[int], launch: _Launch, has_match: bool | None) -> None:
+    def _keep(self, seat: Seat, emitted: list[int], launch: _Launch, run: int | None) -> None:
         sequence = seat.sequence
         if launch.method is None:
             sequence.keep_first(emitted[0])
@@ -354,7 +354,7 @@ class Loop:
             sequence.keep_round(emitted, launch.method)
             self.num_rounds[launch.method.name] += 1
             if launch.is_auto:
-                self.policy.learn(seat.outlook, launch.method, len(emitted), has_match)
+                self.policy.learn(seat.outlook, launch.method, len(emitted), run)
         self._learn_words(emitted)
 
     def _end(self, seat: Seat, error: Exception) -> None:

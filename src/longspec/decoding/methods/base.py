@@ -134,10 +134,15 @@ class Method(MethodChoice):
         """Nodes that are written behind the draft's ring while a tree is drafted, with the root."""
         return 0
 
-    def gain(self, acceptance: Mapping[str, Any]) -> float:
+    def gain(self, acceptance: Mapping[str, Any], run: int | None = None) -> float:
         """Tokens that a round is expected to emit, from the draft's measured acceptance (see
-        `longspec.decoding.expected`)."""
+        `longspec.decoding.expected`), or from the run of tokens that matched, where it is known."""
         return 1.0
+
+    def expected_length(self, acceptance: Mapping[str, Any], share: float) -> float | None:
+        """How many tokens a chain that may end early is expected to have, in a text that accepts this share
+        of the tokens that an average text accepts; None if no chain ends early."""
+        return None
 
     @classmethod
     def candidates(
@@ -155,7 +160,7 @@ class Method(MethodChoice):
         return self
 
     def in_full(self) -> Self:
-        """The method without options that end some rounds early. This form is timed."""
+        """The method without options that end some chains early. This form is timed."""
         return self
 
     def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from longspec.decoding.expected import FIRST_DOUBT, NEXT_DOUBT, chain_gain, lookup_rates
 from longspec.decoding.methods.base import Chain
 from longspec.decoding.methods.registry import register
 from longspec.option import option
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 # The chains that `auto` considers.
 GAMMAS = (2, 4, 7)
-# The chance that a looked-up token is accepted, if there is a match: the first, and each further one.
-FIRST_ACCEPTED, NEXT_ACCEPTED = 0.7, 0.85
+# The run of tokens that is assumed to match where it is not known.
+ASSUMED_RUN = 3
 
 
 @register
@@ -33,11 +34,11 @@ class Lookup(Chain):
     summary = "what followed the same few tokens earlier in the text"
     source = "lookup"
 
-    max_ngram: int = option(3, "longest run of tokens that is matched", least=1, most=16)
+    max_ngram: int = option(8, "longest run of tokens that is matched", least=1, most=16)
 
-    def gain(self, acceptance: Mapping[str, Any]) -> float:
+    def gain(self, acceptance: Mapping[str, Any], run: int | None = None) -> float:
         """For a row that has a match."""
-        return 1 + sum(FIRST_ACCEPTED * NEXT_ACCEPTED**step for step in range(self.gamma))
+        return chain_gain(lookup_rates(ASSUMED_RUN if run is None else run, self.gamma))
 
     @classmethod
     def candidates(
@@ -79,7 +80,6 @@ class Lookup(Chain):
     def _propose_fused(self, rows: Slots) -> TokenTree:
         import torch
 
-        from longspec.decoding.lookup import FIRST_DOUBT, NEXT_DOUBT
         from longspec.decoding.tree import TokenTree
         from longspec.kernels.lookup import graft_lookup
 

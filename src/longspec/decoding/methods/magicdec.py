@@ -34,7 +34,7 @@ class MagicDec(Chain):
     sinks: int = option(4, "entries that drafting sees at the text's beginning", least=0)
     window: int = option(512, "entries that drafting sees at the text's end", least=1)
 
-    def gain(self, acceptance: Mapping[str, Any]) -> float:
+    def gain(self, acceptance: Mapping[str, Any], run: int | None = None) -> float:
         return chain_gain(chain_rates(acceptance, self.gamma))
 
     def fit(self, models: Models, draws: bool = False, width: int = 0) -> Self:

@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from longspec.config import DraftConfig
     from longspec.decoding.round import Models
 
-# The chains that `auto` considers, and the confidence below which they end, to save a pass of the draft.
-GAMMAS, MIN_CONFIDENCE = (1, 2, 3, 4, 6), 0.2
+# The chains that `auto` considers, and the confidence below which they end, because nodes cost time and later
+# ones would hardly ever be accepted.
+GAMMAS, MIN_CONFIDENCE = (1, 3, 6), 0.3
 
 
 @register
 @dataclass(frozen=True)
 class Seq(Chain, Drafted):
-    """With `min_confidence`, a chain ends after the first token to which the draft gives a lower probability.
+    """With `min_confidence`, a chain ends as soon as the draft gives all of its tokens together a lower
+    probability.
 
     Later tokens would hardly ever be accepted. The doubted token stays, because it is drafted already, and
     because dropping a drawn token would bias the draw.
@@ -33,11 +35,18 @@ class Seq(Chain, Drafted):
     summary = "the draft's chain"
 
     min_confidence: float = option(
-        0.0, "end the chain after a token with a lower probability; 0: never", least=0, most=1
+        0.0, "end the chain when its tokens together have a lower probability; 0: never", least=0, most=1
     )
 
-    def gain(self, acceptance: Mapping[str, Any]) -> float:
+    def gain(self, acceptance: Mapping[str, Any], run: int | None = None) -> float:
         return chain_gain(chain_rates(acceptance, self.gamma))
+
+    def expected_length(self, acceptance: Mapping[str, Any], share: float) -> float | None:
+        """A chain goes on after a token about as often as this token is accepted."""
+        if not self.min_confidence:
+            return None
+        accepted = chain_gain(chain_rates(acceptance, self.gamma - 1)) - 1
+        return 1 + min(share, 1.0) * accepted
 
     @classmethod
     def candidates(
@@ -45,7 +54,8 @@ class Seq(Chain, Drafted):
     ) -> Iterable[Seq]:
         """Only for plain rounds, because in fused ones a chain costs hardly less than a small tree."""
         deepest = 0 if draft is None or fused else draft.max_lag
-        return [cls(gamma, min_confidence=MIN_CONFIDENCE) for gamma in GAMMAS if gamma <= deepest]
+        gammas = sorted({min(gamma, deepest) for gamma in GAMMAS} - {0})
+        return [cls(gamma, min_confidence=MIN_CONFIDENCE) for gamma in gammas]
 
     def in_full(self) -> Self:
         return replace(self, min_confidence=0.0)

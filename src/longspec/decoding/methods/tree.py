@@ -107,7 +107,7 @@ class Tree(Drafted):
                 fitted = replace(fitted, max_nodes=None)
         return replace(fitted, width=max(width, fitted.depth + 1))
 
-    def gain(self, acceptance: Mapping[str, Any]) -> float:
+    def gain(self, acceptance: Mapping[str, Any], run: int | None = None) -> float:
         """From the measurement of this tree, or else from those of other trees and of a chain."""
         trees = acceptance.get("trees", {})
         if self.num_lookup:

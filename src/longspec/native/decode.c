@@ -575,6 +575,16 @@ static int64_t seen_keys(const Context *to, int64_t row, int64_t *own) {
     return count;
 }
 
+/* Do `work` with `count`, at most QUERIES, as a constant: an addition waits for the one before it, so the loops
+   over the queries must be unrolled. */
+#define EACH_COUNT(most, work)                                  \
+    do {                                                        \
+        if ((most) >= 4) { enum { count = QUERIES }; work; }    \
+        else if ((most) == 3) { enum { count = 3 }; work; }     \
+        else if ((most) == 2) { enum { count = 2 }; work; }     \
+        else { enum { count = 1 }; work; }                      \
+    } while (0)
+
 /* Queries first..last-1 of a row that share a KV head. Numbered by token, then by head. */
 static void attend_head(const Context *to, int64_t row, int64_t kv_head, int64_t first_query, int64_t last_query,
                         const float *q, float *out, float *lse) {
@@ -586,13 +596,14 @@ static void attend_head(const Context *to, int64_t row, int64_t kv_head, int64_t
         skip_to = length - to->window;
     }
     int64_t *own = malloc((to->num_own + 1) * sizeof *own), num_own = seen_keys(to, row, own);
-    int64_t before = length - (skip_to - skip_from), count = before + num_own;
-    int64_t stride = (count + LANES - 1) / LANES * LANES;
-    const float **keys = malloc((2 * count + queries) * sizeof *keys), **values = keys + count, **heads = values + count;
+    int64_t before = length - (skip_to - skip_from), num_keys = before + num_own;
+    int64_t stride = (num_keys + LANES - 1) / LANES * LANES;
+    const float **keys = malloc((2 * num_keys + queries) * sizeof *keys);
+    const float **values = keys + num_keys, **heads = values + num_keys;
     float *scores = malloc((queries * (stride + 1) + 1) * sizeof *scores), *logs = scores + queries * stride;
     int64_t base = row * to->row_stride + kv_head / to->num_kv_heads * to->layer_stride +
                    kv_head % to->num_kv_heads * to->head_stride;
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < num_keys; i++) {
         int64_t entry = i < skip_from ? i : i < before ? i + (skip_to - skip_from) : length + own[i - before];
         if (to->tables)
             entry = to->tables[row * to->num_pages + entry / to->page_size] * to->page_size + entry % to->page_size;
@@ -604,17 +615,15 @@ static void attend_head(const Context *to, int64_t row, int64_t kv_head, int64_t
         heads[query] = q + row * to->query_row_stride + token * to->query_stride + head * D;
     }
     float scale = 1.0f / sqrtf((float)D);
-    for (int64_t first = 0; first < count; first += LANES) {
+    for (int64_t first = 0; first < num_keys; first += LANES) {
         Vector turned[MOST_DIM];
         for (int l = 0; l < LANES; l++) {
-            const float *key = keys[first + l < count ? first + l : count - 1];
+            const float *key = keys[first + l < num_keys ? first + l : num_keys - 1];
             for (int64_t d = 0; d < D; d++) turned[d][l] = key[d];
         }
-        int64_t query = 0;
-        for (; query + QUERIES <= queries; query += QUERIES)
-            score(heads + query, QUERIES, turned, D, scale, scores + query * stride + first, stride);
-        for (; query < queries; query++)
-            score(heads + query, 1, turned, D, scale, scores + query * stride + first, stride);
+        for (int64_t query = 0; query < queries; query += QUERIES)
+            EACH_COUNT(queries - query,
+                       score(heads + query, count, turned, D, scale, scores + query * stride + first, stride));
     }
     for (int64_t query = 0; query < queries; query++) {
         float *mine = scores + query * stride;
@@ -624,16 +633,14 @@ static void attend_head(const Context *to, int64_t row, int64_t kv_head, int64_t
             if (sees ? !sees[own[i]] : own[i] > token) mine[before + i] = -INFINITY;
         memset(out + ((row * to->num_queries + token) * H + head) * D, 0, D * sizeof *out);
     }
-    int64_t weighed = 0;
-    for (; weighed + QUERIES <= queries; weighed += QUERIES)
-        weigh(scores + weighed * stride, stride, QUERIES, count, logs + weighed);
-    for (; weighed < queries; weighed++) weigh(scores + weighed * stride, stride, 1, count, logs + weighed);
+    for (int64_t query = 0; query < queries; query += QUERIES)
+        EACH_COUNT(queries - query, weigh(scores + query * stride, stride, count, num_keys, logs + query));
     for (int64_t query = 0; query < queries; query++) {
         int64_t token = (first_query + query) / group, head = kv_head * group + (first_query + query) % group;
         lse[(row * to->num_queries + token) * H + head] = logs[query];
     }
-    for (int64_t first = 0; first < count; first += KEYS) {
-        int tile = first + KEYS <= count ? KEYS : (int)(count - first);
+    for (int64_t first = 0; first < num_keys; first += KEYS) {
+        int tile = first + KEYS <= num_keys ? KEYS : (int)(num_keys - first);
         for (int64_t query = 0; query < queries; query++) {
             int64_t token = (first_query + query) / group, head = kv_head * group + (first_query + query) % group;
             const float *weights = scores + query * stride + first;
@@ -655,25 +662,29 @@ typedef struct {
     const Context *to;
     const float *q;
     float *out, *lse;
-    int64_t parts; /* of the queries that share a KV head */
+    int64_t num_whole; /* heads of all rows whose queries stay together; */
+    int64_t parts;     /* into so many parts, those of the others are cut */
 } Attending;
 
 static void attend_part(const void *job, int64_t item) {
     const Attending *one = job;
     const Context *to = one->to;
     int64_t heads = to->num_layers * to->num_kv_heads, queries = to->num_queries * (to->num_heads / heads);
-    int64_t part = item % one->parts, head = item / one->parts % heads, row = item / one->parts / heads;
-    attend_head(to, row, head, queries * part / one->parts, queries * (part + 1) / one->parts, one->q, one->out,
-                one->lse);
+    int64_t is_whole = item < one->num_whole, rest = item - one->num_whole, parts = is_whole ? 1 : one->parts;
+    int64_t place = is_whole ? item : one->num_whole + rest / parts, part = is_whole ? 0 : rest % parts;
+    attend_head(to, place / heads, place % heads, queries * part / parts, queries * (part + 1) / parts, one->q,
+                one->out, one->lse);
 }
 
 /* Attend with queries q; out is [rows, queries, H, D], lse [rows, queries, H]. */
 void attend(const Context *to, const float *q, float *out, float *lse, int threads) {
     int64_t heads = to->num_layers * to->num_kv_heads, queries = to->num_queries * (to->num_heads / heads);
-    /* Heads that do not divide by the threads are cut further. */
-    int64_t parts = to->num_rows * heads % threads && queries >= 8 ? threads : 1;
-    Attending job = {to, q, out, lse, parts};
-    share(attend_part, &job, to->num_rows * heads * parts, threads);
+    /* If the heads do not divide by the threads, the last ones are cut into as few parts as make up for that,
+       because each part reads all keys. */
+    int64_t places = to->num_rows * heads, cut = places % threads, parts = 1;
+    while (cut * parts % threads && parts < queries) parts++;
+    Attending job = {to, q, out, lse, places - cut, parts};
+    share(attend_part, &job, places - cut + cut * parts, threads);
 }
 
 /* A decoder layer. */

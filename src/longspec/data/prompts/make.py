@@ -49,6 +49,7 @@ KINDS: dict[str, Kind] = {
     "letters": Kind(writing.asking("letters"), 4),
     "stories": Kind(writing.asking("stories"), 4),
     "advice": Kind(writing.asking("advice"), 5),
+    "tasks": Kind(writing.asking("tasks"), 7),
     "structured": Kind(writing.asking("json"), 4),
     "reports": Kind(writing.reports, 3),
     "roles": Kind(writing.roles, 3),

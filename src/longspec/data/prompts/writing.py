@@ -1,4 +1,5 @@
-"""Things to write and to talk about: explanations, lists, letters, stories, advice, roles, conversations."""
+"""Things to write and to talk about: explanations, lists, letters, stories, advice, small tasks, roles,
+conversations."""
 
 from __future__ import annotations
 
@@ -17,14 +18,18 @@ _SINGLE = {
     "b": "names",
     "who": "audiences",
     "things": "things",
+    "things2": "things",
     "place": "places",
     "job": "jobs",
+    "job2": "jobs",
     "product": "products",
     "dish": "dishes",
     "tone": "tones",
     "genre": "genres",
     "hero": "characters",
     "where": "settings",
+    "adj": "adjectives",
+    "vessel": "vessels",
 }
 
 
@@ -64,7 +69,7 @@ def reports(rng: Random, library: Library) -> dict[str, Any]:
 
 def roles(rng: Random, library: Library) -> dict[str, Any]:
     """A system message, and then a question."""
-    asked = _drawn(rng, "explain", "advice", "lists", "letters")
+    asked = _drawn(rng, "explain", "advice", "lists", "letters", "tasks")
     return {
         "messages": [{"role": "system", "content": _drawn(rng, "system")}, {"role": "user", "content": asked}]
     }
@@ -72,5 +77,5 @@ def roles(rng: Random, library: Library) -> dict[str, Any]:
 
 def conversations(rng: Random, library: Library) -> dict[str, Any]:
     """Two to four turns."""
-    first = _drawn(rng, "explain", "advice", "lists", "letters", "stories")
+    first = _drawn(rng, "explain", "advice", "lists", "letters", "stories", "tasks")
     return {"turns": [first, *(_drawn(rng, "follow") for _ in range(rng.randint(1, 3)))]}

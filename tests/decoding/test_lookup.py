@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspec.decoding.lookup import MAX_RUN, MIN_RUN, find, graft
+from longspec.decoding.expected import MAX_RUN, MIN_RUN
+from longspec.decoding.lookup import find, graft
 from longspec.decoding.methods import Lookup, Tree
 from longspec.decoding.tree import TokenTree
 from tests.decoding.scripted import ask, tiny_draft, tiny_engine, tiny_target

@@ -12,8 +12,8 @@ from torch import Tensor
 from longspec.attention import AttentionPlan
 from longspec.cache import DraftRing
 from longspec.decoding.choose import filtered, gumbel
-from longspec.decoding.expected import FIRST_DOUBT, NEXT_DOUBT
-from longspec.decoding.lookup import MAX_RUN, MIN_RUN, find, graft
+from longspec.decoding.expected import FIRST_DOUBT, MAX_RUN, MIN_RUN, NEXT_DOUBT
+from longspec.decoding.lookup import find, graft
 from longspec.decoding.methods.drafted import Drafted
 from longspec.decoding.rejection import draw_children
 from longspec.decoding.round import Models

@@ -17,6 +17,8 @@ from typing import Any
 
 # For a draft that was not measured: the chance that a token of a chain is accepted.
 ASSUMED = 0.6
+# The shortest and the longest run of tokens that lookup matches.
+MIN_RUN, MAX_RUN = 2, 8
 # The first looked-up token is accepted with chance 1 - FIRST_DOUBT / run^2, a further one with
 # 1 - NEXT_DOUBT / run.
 FIRST_DOUBT, NEXT_DOUBT = 2.3, 0.45

@@ -11,11 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from longspec.decoding.expected import FIRST_DOUBT, NEXT_DOUBT
+from longspec.decoding.expected import FIRST_DOUBT, MAX_RUN, MIN_RUN, NEXT_DOUBT
 from longspec.decoding.tree import TokenTree
-
-# The shortest and the longest run of tokens that is matched.
-MIN_RUN, MAX_RUN = 2, 8
 
 
 def find(text: Tensor, ends: Tensor, min_run: int = MIN_RUN, max_run: int = MAX_RUN) -> tuple[Tensor, Tensor]:
@@ -31,6 +28,8 @@ def find(text: Tensor, ends: Tensor, min_run: int = MIN_RUN, max_run: int = MAX_
     for back in range(1, max_run + 1):
         last = text.gather(1, (ends - back).clamp(min=0)[:, None])
         is_match = is_match & (index >= back) & (text.roll(back, 1) == last)
+        if not bool(is_match.any()):
+            break  # no longer run can match
         runs += is_match
     runs = torch.where(runs >= min_run, runs, 0)
     best = (runs * text.shape[1] + index).argmax(1, keepdim=True)

@@ -109,8 +109,8 @@ class Policy:
     gains: dict[tuple[Method, int | None], float] = field(default_factory=dict)
 
     def gain(self, method: Method, run: int | None = None) -> float:
-        """Tokens that a round is expected to emit for a row of which a `run` of tokens matches; None: the
-        host does not know."""
+        """Tokens that a round is expected to emit for a row. `run` is how many of the row's last tokens
+        occurred before; None if the host does not know it."""
         if (method, run) not in self.gains:
             gain = method.gain(self.acceptance, run)
             if method.source == "lookup" and run is None:
@@ -128,7 +128,7 @@ class Policy:
     ) -> Method:
         """The method for rows with these outlooks, in a bucket of `num_rows`, of about `context` tokens each.
 
-        `runs` has how many tokens of each row match, 0 for none; None: the host does not know.
+        `runs` has, for each row, how many of its last tokens occurred before; None if the host does not know.
         """
         drafted = sum(one.shares["draft"] for one in outlooks)
         copied: dict[int | None, float] = {}

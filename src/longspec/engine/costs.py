@@ -66,13 +66,12 @@ class Costs:
         """The seconds of a round over `num_rows` rows of about `context` tokens each. If chains end early,
         they have `num_drafted` tokens on average."""
         measured = self.times.get(method.label)
-        if measured and num_drafted is not None:
-            chains = [one for one in self.methods if one.name == method.name]
-            return interpolate(
-                sorted((one.depth, self.seconds(one, num_rows, context)) for one in chains), num_drafted
-            )
         if not measured:
             return 1.0 if method == VANILLA else UNMEASURED
+        if num_drafted is not None:
+            chains = [one for one in self.methods if one.name == method.name]
+            points = sorted((one.depth, self.seconds(one, num_rows, context)) for one in chains)
+            return interpolate(points, num_drafted)
         if num_rows in measured:
             return interpolate(measured[num_rows], context)
         return self._derived(method, num_rows, context)

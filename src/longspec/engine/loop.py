@@ -36,7 +36,7 @@ class _Launch:
     width: int = 1
     """The most tokens that each row may emit."""
     runs: list[int] | None = None
-    """For each of `seats`, how many of its last tokens it had before; None where the host does not know."""
+    """For each of `seats`, how many of its last tokens occurred before; None if the host does not know."""
     is_auto: bool = False
     scores: Report | None = None
     """The log-probabilities of a guided round."""
@@ -250,8 +250,8 @@ class Loop:
         return True
 
     def _pick(self, auto: Auto, seats: list[Seat]) -> tuple[Method, list[int] | None]:
-        """The method that `auto` takes for these rows this turn, and how many tokens of each row match, where
-        the host knows it."""
+        """The method for these rows in this turn; and, for each row, how many of its last tokens occurred
+        before (None if the host does not know)."""
         runs = None
         if not self.models.fused and any(one.source == "lookup" for one in self.policy.methods):
             found = Lookup().find(self.device.slots.first(self.scheduler.num_rows))[0].tolist()

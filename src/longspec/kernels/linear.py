@@ -238,7 +238,8 @@ def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
     elif rows == 32:
         tile = Tile(32, 32, 256, 5, 4) if few else Tile(32, 64, 128, 4, 4)
     else:
-        # If there are fewer than 64 rows, the missing ones slow the product down, with pointers most of all.
+        # With fewer than 64 rows, the unused rows of the tile slow the product down. They cost least if the
+        # hardware copies whole tiles.
         boxes = copies_tiles(weight.device)
         tile = Tile(64, 32, 128, 6, 4, boxes=boxes) if few else Tile(64, 64, 128, 4, 4, boxes=boxes)
     stage = (tile.num_rows + tile.num_cols * (2 if gated else 1)) * tile.depth * tile.num_splits

@@ -170,7 +170,7 @@ LinearForm = Callable[[Linear], nn.Module | None]
 
 
 def replace_linears(module: nn.Module, form: LinearForm) -> None:
-    """Replace every `Linear` inside `module` that can have this form."""
+    """Replace every `Linear` inside `module` by what `form` makes of it; where that is None, it stays."""
     for name, child in module.named_children():
         if not isinstance(child, Linear):
             replace_linears(child, form)

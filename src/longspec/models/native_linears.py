@@ -29,7 +29,7 @@ _RUNS = (32, 16)
 class _Arena:
     """Memory in huge pages, in which weights lie end to end; it is read a fifth faster than small ones."""
 
-    # A matrix alone is often smaller than a huge page.
+    # Matrices share a block, because one alone is often smaller than a huge page.
     _BLOCK = 2**26
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class NativeLinear(CpuLinear):
         return self._multiply(_PLAIN, x, total=total)
 
     def add_gated(self, total: Tensor, gate_up: Tensor) -> Tensor:
-        """Add the product of silu(gate) * up to `total`, in place."""
+        """Multiply silu(gate) * up by the weights, and add the result to `total`, in place."""
         return self._multiply(_GATED, gate_up, total=total)
 
     def weight_rows(self, ids: Tensor | None) -> Tensor:
@@ -148,7 +148,7 @@ class NativeFloatLinear(NativeLinear):
 
     def __init__(self, linear: Linear, weight: Tensor) -> None:
         """`weight` is that of `linear`, in the dtype in which it is kept."""
-        # Blocks of outputs: [outputs / lanes, inputs, lanes].
+        # The C code reads blocks of `lanes` outputs: [outputs / lanes, inputs, lanes].
         lanes = code().lanes()
         blocks = F.pad(weight, (0, 0, 0, -len(weight) % lanes)).unflatten(0, (-1, lanes))
         super().__init__(linear, blocks.transpose(1, 2))
@@ -211,7 +211,7 @@ def _fit(weight: Tensor, run: int) -> tuple[Tensor, Tensor] | None:
 
 @dataclass(frozen=True)
 class FloatForm:
-    """A form of a `Linear` whose weights are kept in this dtype."""
+    """Makes a linear that keeps its weights in `dtype`."""
 
     dtype: torch.dtype
     rounds: bool = False

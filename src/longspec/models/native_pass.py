@@ -1,4 +1,5 @@
-"""Decoding on a CPU by our C code (`native/decode.c`): a pass over all layers of a target, and KV.
+"""Decoding on a CPU by our C code (`native/decode.c`): it takes tokens through all layers of a target, and
+writes and reads their keys and values.
 
 A token gets the same bits alone, as a node of a tree and beside other sequences.
 """
@@ -75,7 +76,7 @@ class NativePass(BlockByBlock):
     kept: tuple[Tensor, ...]
     """What `writing` points to."""
     layers: Array[Layer] | None
-    """All of the target, if the C code has all of it."""
+    """The weights of all layers, for one C call; None if the C code cannot compute every layer."""
     ops: Ops
 
     @classmethod

@@ -577,12 +577,12 @@ static int64_t seen_keys(const Context *to, int64_t row, int64_t *own) {
 
 /* Do `work` with `count`, at most QUERIES, as a constant: an addition waits for the one before it, so the loops
    over the queries must be unrolled. */
-#define EACH_COUNT(most, work)                                  \
-    do {                                                        \
-        if ((most) >= 4) { enum { count = QUERIES }; work; }    \
-        else if ((most) == 3) { enum { count = 3 }; work; }     \
-        else if ((most) == 2) { enum { count = 2 }; work; }     \
-        else { enum { count = 1 }; work; }                      \
+#define EACH_COUNT(most, work)                                     \
+    do {                                                           \
+        if ((most) >= QUERIES) { enum { count = QUERIES }; work; } \
+        else if ((most) == 3) { enum { count = 3 }; work; }        \
+        else if ((most) == 2) { enum { count = 2 }; work; }        \
+        else { enum { count = 1 }; work; }                         \
     } while (0)
 
 /* Queries first..last-1 of a row that share a KV head. Numbered by token, then by head. */

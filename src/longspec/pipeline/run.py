@@ -146,12 +146,13 @@ class Schedule:
                 allowed = max(1.0, phase.seconds * _ALLOWED * left / planned) if phase.seconds else None
             about = f", about {duration(allowed or phase.seconds)}" if phase.seconds else ""
             whole = f"; {duration(left)} left in all" if left else ""
-            self._tell(f"[{number + 1}/{len(phases)}] {phase.name}{about}{whole}")
+            name = f"[{number + 1}/{len(phases)}] {phase.name}"
+            self._tell(f"{name}{about}{whole}")
             started = time.perf_counter()
             phase.run(allowed)
             _free_memory()
             took = time.perf_counter() - started
-            self._tell(f"[{number + 1}/{len(phases)}] {phase.name} took {duration(took)}")
+            self._tell(f"{name} took {duration(took)}")
             self._spent[phase.name] = round(took, 1)
             write_whole(self._path, json.dumps(self._spent).encode())
 

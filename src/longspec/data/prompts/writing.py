@@ -1,5 +1,5 @@
-"""Things to write and to talk about: explanations, lists, letters, stories, advice, small tasks, roles,
-conversations."""
+"""Prompts that ask for a text or a talk: explanations, lists, letters, stories, advice, small tasks, reports;
+with a role, or in several turns."""
 
 from __future__ import annotations
 

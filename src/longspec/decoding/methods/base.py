@@ -160,7 +160,7 @@ class Method(MethodChoice):
         return self
 
     def in_full(self) -> Self:
-        """The method without options that end some chains early. This form is timed."""
+        """The same method, but none of its chains ends early. Rounds of this form are timed."""
         return self
 
     def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:

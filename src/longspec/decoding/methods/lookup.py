@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from longspec.decoding.expected import FIRST_DOUBT, NEXT_DOUBT, chain_gain, lookup_rates
+from longspec.decoding.expected import FIRST_DOUBT, MAX_RUN, MIN_RUN, NEXT_DOUBT, chain_gain, lookup_rates
 from longspec.decoding.methods.base import Chain
 from longspec.decoding.methods.registry import register
 from longspec.option import option
@@ -34,7 +34,7 @@ class Lookup(Chain):
     summary = "what followed the same few tokens earlier in the text"
     source = "lookup"
 
-    max_ngram: int = option(8, "longest run of tokens that is matched", least=1, most=16)
+    max_ngram: int = option(MAX_RUN, "longest run of tokens that is matched", least=1, most=16)
 
     def gain(self, acceptance: Mapping[str, Any], run: int | None = None) -> float:
         """For a row that has a match."""
@@ -50,7 +50,7 @@ class Lookup(Chain):
     @property
     def _runs(self) -> tuple[int, int]:
         """The shortest and the longest run of tokens that is a match."""
-        return min(2, self.max_ngram), self.max_ngram
+        return min(MIN_RUN, self.max_ngram), self.max_ngram
 
     def find(self, rows: Slots) -> tuple[Tensor, Tensor]:
         """The longest matching run of each row, 0 if there is none, and where it continues: [B] each."""

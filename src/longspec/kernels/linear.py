@@ -218,6 +218,7 @@ def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
     sms, shared = gpu_size(weight.device)
     # If all tiles of 32 columns run at once, each needs more reads in flight.
     few, deep = weight.shape[0] <= 32 * sms, weight.shape[1] > 1024
+    boxes = copies_tiles(weight.device)
     if weight.dtype == torch.float32:
         tile = Tile(rows, 16, 32, 4, 4)
     elif exact and num_rows > MOST_ROWS:
@@ -225,11 +226,13 @@ def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
     elif exact and rows == 16:
         tile = Tile(16, 32, 256, 4, 4)
     elif exact and rows == 64 and weight.shape[0] > 256 * sms:
-        tile = Tile(64, 64, 64, 6, 4, boxes=copies_tiles(weight.device))
+        tile = Tile(64, 64, 64, 6, 4, boxes=boxes)
     elif is_small(weight) and rows == 16:
         tile = Tile(16, 16, 128 if deep else 64, 4, 4, num_splits=4)
+    elif is_small(weight) and boxes and rows == 32 and weight.shape[1] > 4096 and not exact:
+        tile = Tile(32, 16, 256, 4, 4, boxes=True, num_shares=3)
     # Copies by the hardware skip rows that do not exist, but take longer to start.
-    elif is_small(weight) and copies_tiles(weight.device) and (deep or rows == 32):
+    elif is_small(weight) and boxes and (deep or rows == 32):
         tile = Tile(64, 16, 256, 5, 4, boxes=True) if deep else Tile(64, 16, 128, 4, 4, boxes=True)
     elif is_small(weight):
         tile = Tile(rows, 16, 128, 4, 4)
@@ -237,11 +240,16 @@ def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
         tile = Tile(16, 32, 256, 6 if few else 4, 4)
     elif rows == 32:
         tile = Tile(32, 32, 256, 5, 4) if few else Tile(32, 64, 128, 4, 4)
+    # With fewer than 64 rows, the unused rows of the tile slow the product down. They cost least if the
+    # hardware copies whole tiles.
+    elif few:
+        tile = Tile(64, 32, 128, 6, 4, boxes=boxes)
+    elif gated and weight.shape[0] < 128 * sms:
+        # Tiles of 64 columns would leave multiprocessors without work. With 3 reads in flight, two programs
+        # fit on each.
+        tile = Tile(64, 32, 128, 3, 4, boxes=boxes)
     else:
-        # With fewer than 64 rows, the unused rows of the tile slow the product down. They cost least if the
-        # hardware copies whole tiles.
-        boxes = copies_tiles(weight.device)
-        tile = Tile(64, 32, 128, 6, 4, boxes=boxes) if few else Tile(64, 64, 128, 4, 4, boxes=boxes)
+        tile = Tile(64, 64, 128, 4, 4, boxes=boxes)
     stage = (tile.num_rows + tile.num_cols * (2 if gated else 1)) * tile.depth * tile.num_splits
     return replace(tile, num_stages=max(1, min(tile.num_stages, shared // (stage * weight.itemsize))))
 
@@ -323,7 +331,8 @@ def folds(num_rows: int, weight: Tensor, exact: bool, dtype: torch.dtype | None 
     products are in `dtype`, or in that of the weight."""
     # A single row's product computes the norm itself; next to a large product, a launch does not matter.
     # If exact, all rows are rounded at the same places.
-    return (exact or 1 < num_rows <= MOST_ROWS) and is_small(weight) and _folds(dtype or weight.dtype)
+    is_short = is_small(weight, 1) if weight.itemsize > 1 else is_small(weight)
+    return (exact or 1 < num_rows <= MOST_ROWS) and is_short and _folds(dtype or weight.dtype)
 
 
 def _folds(dtype: torch.dtype) -> bool:

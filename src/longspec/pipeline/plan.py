@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from longspec.config import DraftConfig, ModelConfig
 from longspec.errors import UserError
-from longspec.models.induction import NUM_CROSS_LAYERS
+from longspec.models.copying import NUM_CROSS_LAYERS
 from longspec.train.memory import fitting_micro_batch, state_bytes, working_bytes
 
 TEMPERATURES = (0.0, 0.3, 0.7)

@@ -14,8 +14,8 @@ from longspec import hub
 from longspec.config import DraftConfig
 from longspec.data.shards import tokenizer_fingerprint
 from longspec.errors import UserError, shown
+from longspec.models.copying import copying_layers, copying_scores
 from longspec.models.draft_files import read_draft_config
-from longspec.models.induction import copying_layers, induction_scores
 from longspec.models.pair import Pair, load_pair
 from longspec.models.placement import pick_dtype
 from longspec.models.target import Transformer
@@ -26,7 +26,7 @@ from longspec.train.samples import Mixture
 from longspec.train.schema import StageSettings, TrainSettings
 
 # Of the tokens that are learnt, so many may a draft propose whose vocabulary is chosen by the data.
-_COVERAGE = 0.995
+_COVERAGE = 0.99
 _LEAST = {
     "stage.batch": 1,
     "stage.micro_batch": 0,  # as many as fit
@@ -87,7 +87,7 @@ def _new_draft(
     if checkpoint is not None:
         # Not measured again: another device rounds differently, and might choose other layers.
         return replace(rest, cross_layers=read_draft_config(checkpoint / "draft").cross_layers)
-    return lambda target: replace(rest, cross_layers=copying_layers(induction_scores(target)))
+    return lambda target: replace(rest, cross_layers=copying_layers(copying_scores(target)))
 
 
 def _check(settings: TrainSettings, mixture: Mixture) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from longspec.hub import DEFAULT_TARGET
-from longspec.models.induction import copying_layers, induction_scores
+from longspec.models.copying import copying_layers, copying_scores
 from longspec.models.pair import load_pair
 
 CPU = torch.device("cpu")
@@ -18,12 +18,12 @@ CPU = torch.device("cpu")
 
 def test_layers_with_induction_heads_are_found_and_read() -> None:
     target = load_pair(DEFAULT_TARGET, None, None, CPU, torch.float32).target
-    scores = induction_scores(target)
+    scores = copying_scores(target)
     assert len(scores) == target.config.num_layers
     assert min(scores[17], scores[18]) > 0.5
     assert max(scores[:17]) < 0.1
     assert copying_layers(scores) == (17, 18, 19, 20, 21)
-    assert induction_scores(target) == scores, "all processes of a run must choose the same layers"
+    assert copying_scores(target) == scores, "all processes of a run must choose the same layers"
 
 
 def test_scores_are_weights_of_attention(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_scores_are_weights_of_attention(tmp_path: Path) -> None:
         seen.extend((inputs[0], hidden))
 
     target.register_forward_hook(note)
-    scores = induction_scores(target)
+    scores = copying_scores(target)
     tokens, hidden = seen
     with torch.no_grad():
         found = reference.model(tokens, output_attentions=True)

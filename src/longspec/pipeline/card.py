@@ -37,7 +37,7 @@ def plan_text(plan: Plan) -> str:
         ),
         "",
         f"The draft has {plan.draft_parameters / 1e6:,.1f} million parameters and reads {layers}; "
-        f"lags 1 to {plan.max_lag}, window {plan.window}, vocabulary for 99.5% of the written tokens",
+        f"lags 1 to {plan.max_lag}, window {plan.window}, vocabulary for 99% of the written tokens",
         *(
             f"  stage {stage.name:9} {stage.tokens:>13,} tokens in {stage.steps:,} steps of {stage.batch} x "
             f"{stage.seq_length:,} ({stage.micro_batch} at a time), learning rate {stage.lr:g}, "

@@ -39,7 +39,7 @@ class DraftSettings:
     final_norm: bool = False
     draft_vocab: int = 0
     """How many of the training data's most frequent tokens its head can propose; 0 is all, -1 as many as
-    cover 99.5% of what is learnt."""
+    cover 99% of what is learnt."""
     intermediate_size: int = 0
     """The width of its feed-forward; 0 is the target's."""
     lag_gate: bool = False

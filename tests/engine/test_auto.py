@@ -99,6 +99,19 @@ def test_what_would_lose_is_not_picked() -> None:
     assert pick(policy({"seq:1": 1.78})) == VANILLA, "a gain within what timing can tell is none"
 
 
+def test_a_method_that_must_be_captured_first_has_to_pay_for_that() -> None:
+    """In vanilla steps, a token of the tree takes 1.0 / 2.6, one of the chain 0.086 more."""
+    made, tree = policy(CHAINS | {"tree:4x8": 1.0}), Tree((4, 8))
+    assert pick(made) == tree
+    assert pick(made, delays={tree: 0.08}) == tree
+    assert pick(made, delays={tree: 0.09}) == SEQ
+    two = made.pick([Outlook(0.0)] * 2, [0, 0], 1, 300, delays={tree: 0.09})
+    assert two == tree, "two rows share the delay"
+    late = dict.fromkeys(made.methods, 0.6)
+    assert pick(made, delays=late) == VANILLA
+    assert pick(made, delays=late | {VANILLA: 0.6}) == tree, "all must be captured"
+
+
 def test_an_outlook_follows_what_is_observed_and_comes_back() -> None:
     made = policy(CHAINS)
     outlook = Outlook(0.0)

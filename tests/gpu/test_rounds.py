@@ -12,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from longspec.attention import choose_backend
 from longspec.decoding.methods import VANILLA, Auto, Lookup, MagicDec, Method, Seq, Tree
 from longspec.decoding.sampling import Sampling
+from longspec.engine.auto import Policy
+from longspec.engine.costs import Costs
 from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence
 from tests.decoding.scripted import ask, tiny_draft, tiny_engine, tiny_target
@@ -161,6 +163,20 @@ def test_what_is_prepared_is_not_captured_later() -> None:
     for sampling in SAMPLINGS.values():
         ask(engine, PROMPTS[:3], METHODS["vanilla"], sampling)
     assert engine.statistics.num_captures == captured
+
+
+@pytest.mark.parametrize("step", [1e-4, 1.0], ids=["pays not", "pays"])
+def test_auto_captures_in_the_middle_of_an_answer_only_if_that_pays(step: float) -> None:
+    """The smaller tree is better as soon as `auto` has seen that nothing drafted here is accepted."""
+    engine, large, small = engine_on("cuda"), Tree((4, 8, 8), 16), Tree((2, 4), 6)
+    steps = {VANILLA: 9.0, large: 1.4, small: 1.0}
+    times = {method.label: {1: [(256, step * number)]} for method, number in steps.items()}
+    acceptance = {"trees": {"4,8,8/16": [0.9, 0.8, 0.7], "2,4/6": [0.7, 0.4]}}
+    engine.loop.policy = Policy((large, small), acceptance, Costs(times, (large, small)))
+    engine.prepare(1)
+    captured = engine.statistics.num_captures
+    ask(engine, PROMPTS[:1], Auto(), new=100)
+    assert (engine.statistics.num_captures > captured) == (step == 1.0)
 
 
 def test_threads_share_an_engine() -> None:

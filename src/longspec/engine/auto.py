@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from longspec.decoding.methods import VANILLA, Lookup, Method, Seq, Tree
@@ -125,18 +126,26 @@ class Policy:
         num_rows: int,
         context: int,
         max_nodes: int | None = None,
+        delays: Mapping[Method, float] = MappingProxyType({}),
     ) -> Method:
         """The method for rows with these outlooks, in a bucket of `num_rows`, of about `context` tokens each.
 
         `runs` has, for each row, how many of its last tokens occurred before; None if the host does not know.
+        If the rounds of a method must be captured first, `delays` has the seconds that this adds to each of
+        a row's tokens.
         """
         drafted = sum(one.shares["draft"] for one in outlooks)
         copied: dict[int | None, float] = {}
         for index, outlook in enumerate(outlooks):
             run = None if runs is None else runs[index]
             copied[run] = copied.get(run, 0.0) + outlook.shares["lookup"]
+
+        def per_token(method: Method, gained: float, num_drafted: float | None) -> float:
+            seconds = self.costs.seconds(method, num_rows, context, num_drafted)
+            return seconds / (len(outlooks) + gained) + delays.get(method, 0.0) / len(outlooks)
+
         best: Method = VANILLA
-        most = LEAST_SPEED * len(outlooks) / self.costs.seconds(VANILLA, num_rows, context)
+        least = per_token(VANILLA, 0.0, None) / LEAST_SPEED
         for method in self.methods:
             if max_nodes is not None and method.num_nodes > max_nodes:
                 continue
@@ -146,10 +155,8 @@ class Policy:
                 gained = drafted * (self.gain(method) - 1)
             # A chain goes on as long as one of its rows is sure, so only a row alone ends early.
             num_drafted = method.expected_length(self.acceptance, drafted) if len(outlooks) == 1 else None
-            seconds = self.costs.seconds(method, num_rows, context, num_drafted)
-            promised = (len(outlooks) + gained) / seconds
-            if promised > most:
-                best, most = method, promised
+            if (seconds := per_token(method, gained, num_drafted)) < least:
+                best, least = method, seconds
         return best
 
     def learn(self, outlook: Outlook, method: Method, emitted: int, run: int | None) -> None:

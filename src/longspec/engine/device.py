@@ -6,6 +6,7 @@ from then on. Everything is launched on one stream, in order: what is launched l
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,7 +78,8 @@ class Device:
             target.device,
             target.dtype,
         )
-        self.num_captures = 0
+        self.num_captures, self.capture_seconds = 0, 0.0
+        """How many graphs were captured, and how long one of the newest took."""
         self._fill_tables = torch.zeros_like(self.slots.tables)
         self._segments: dict[int, Segments] = {}
         self._rings: dict[int, Tensor] = {}
@@ -287,6 +289,10 @@ class Device:
 
         return (method, size, sampled), launch
 
+    def is_ready(self, method: Method, size: int, sampled: bool) -> bool:
+        """Whether this round is captured."""
+        return (method, size, sampled) in self._graphs
+
     def _run(self, work: Work) -> None:
         """Do the work: replay its graph, captured at first use, or launch it where nothing is captured."""
         key, launch = work
@@ -324,7 +330,9 @@ class Device:
             work.clear()
         for rows in self._rings.values():
             rows.fill_(self.max_rows)
+        started = time.perf_counter()
         graphs = capture(list(new.values()), self.models.target.device, self._pool)
+        self.capture_seconds = (time.perf_counter() - started) / len(graphs)
         self._graphs.update(zip(new, graphs, strict=True))
         self.num_captures += len(graphs)
         for part, values in zip(parts, kept, strict=True):

@@ -24,7 +24,7 @@ from longspec.cache import PagePool
 from longspec.decoding.methods import VANILLA, Method, MethodChoice, Tree
 from longspec.engine.auto import Outlook, Policy, candidates, unmeasured
 from longspec.engine.chunks import exact_grid, is_large
-from longspec.engine.costs import Costs
+from longspec.engine.costs import CAPTURED_CONTEXTS, Costs
 from longspec.engine.device import Device, make_device, row_buckets
 from longspec.engine.fill import MOST_SEGMENTS
 from longspec.engine.interrupts import undisturbed
@@ -306,12 +306,13 @@ class Engine:
                 ("segments", size, sampled) for size in num_segments for sampled in (False, True)
             ]
             for size in [size for size in device.buckets if size <= device.bucket(max_rows)]:
-                picked = self.policy.pick([Outlook(0.0)] * size, None, size, 512)
                 if self.models.draft is not None:
                     works.append(("ring", size))
                 # One sequence mostly keeps the method that is picked first. Many sequences differ in outlook
                 # and length, so that any method may be picked.
-                for method in {VANILLA, picked, *(self.policy.methods if max_rows > 1 else ())}:
+                contexts = {min(context, self.max_length) for context in CAPTURED_CONTEXTS}
+                picked = [self.policy.pick([Outlook(0.0)] * size, None, size, one) for one in contexts]
+                for method in {VANILLA, *picked, *(self.policy.methods if max_rows > 1 else ())}:
                     fitted = self.loop.fit(method)
                     works += [(fitted, size, sampled) for sampled in (False, True)]
             device.prepare(works)

@@ -17,7 +17,7 @@ from tests.kernels.test_fused import TOLERANCE
 # that the hardware can copy in whole tiles, and one that it cannot.
 SIZES = [
     *((1, 576, 960), (1, 4100, 24), (7, 48, 33), (7, 33, 40), (20, 100, 2100), (20, 104, 2100)),
-    *((64, 256, 64), (5, 1100, 24), (40, 1100, 24), (40, 1104, 24)),
+    *((64, 256, 64), (5, 1100, 24), (40, 1100, 24), (40, 1104, 24), (20, 4360, 24)),
 ]
 
 
@@ -78,7 +78,12 @@ def test_products_added_to_the_stream(dtype: torch.dtype, R: int, I: int, O: int
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("R", "I", "E", "O"),
-    [(7, 48, 33, 40), (7, 48, 40, 33), (20, 100, 2100, 24), (20, 104, 2100, 24), (64, 256, 64, 96)],
+    [
+        *((7, 48, 33, 40), (7, 48, 40, 33), (20, 100, 2100, 24), (20, 104, 2100, 24), (64, 256, 64, 96)),
+        (20, 4360, 72, 24),  # several programs share the first product
+        # As in Qwen2.5-0.5B: the second product is not small, which takes the interpreter too long.
+        *(((20, 4864, 896, 4864), (64, 64, 896, 4864)) if DEVICE.type == "cuda" else ()),
+    ],
 )
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_norm_between_two_products(

@@ -161,6 +161,7 @@ def _several_rows(
     if boxes := tile.boxes and can_copy_rows(weight):
         x_box = TensorDescriptor.from_tensor(value.view(num_rows, num_in), [tile.num_rows, tile.depth])
         weight_box = TensorDescriptor.from_tensor(weight, [tile.num_cols, tile.depth])
+    assert num_shares == 1 or not gated, "only the sums of one product are added up"
     assert num_shares == 1 or squares is None, "each program would see the squares of its share only"
     shares = room_for_shares(grid, tile.num_rows * tile.num_cols, out, torch.float32)
     at_once = num_parts if exact else triton.cdiv(num_parts, triton.cdiv(num_in, tile.depth))
@@ -191,7 +192,8 @@ class Tile:
     boxes: bool = False
     """Whether the hardware copies whole tiles."""
     num_shares: int = 1
-    """How many programs share the inner dimension. The last one of a tile adds up their sums."""
+    """How many programs share the inner dimension. The last one of a tile adds up their sums. Gate and up are
+    not shared."""
     num_registers: int | None = None
     """The most that a thread may have, where the compiler would take more; fewer let more programs run."""
 
@@ -229,7 +231,7 @@ def _tile(num_rows: int, weight: Tensor, gated: bool, exact: bool) -> Tile:
         tile = Tile(64, 64, 64, 6, 4, boxes=boxes)
     elif is_small(weight) and rows == 16:
         tile = Tile(16, 16, 128 if deep else 64, 4, 4, num_splits=4)
-    elif is_small(weight) and boxes and rows == 32 and weight.shape[1] > 4096 and not exact:
+    elif is_small(weight) and boxes and rows == 32 and weight.shape[1] > 4096 and not (exact or gated):
         tile = Tile(32, 16, 256, 4, 4, boxes=True, num_shares=3)
     # Copies by the hardware skip rows that do not exist, but take longer to start.
     elif is_small(weight) and boxes and (deep or rows == 32):

@@ -333,6 +333,7 @@ def folds(num_rows: int, weight: Tensor, exact: bool, dtype: torch.dtype | None 
     products are in `dtype`, or in that of the weight."""
     # A single row's product computes the norm itself; next to a large product, a launch does not matter.
     # If exact, all rows are rounded at the same places.
+    # The limit is that of one row, except for weights of 8 bits, which were not timed up to there.
     is_short = is_small(weight, 1) if weight.itemsize > 1 else is_small(weight)
     return (exact or 1 < num_rows <= MOST_ROWS) and is_short and _folds(dtype or weight.dtype)
 

@@ -22,7 +22,7 @@ NUM_CROSS_LAYERS = 5
 """How many layers of its target a draft of ours reads."""
 # Texts to measure with, and how many random tokens are repeated in each.
 _TEXTS, _REPEATED = 32, 64
-# Every fourth text is for the test of what the others taught, and how much the fit is held back.
+# Every fourth text tests what was fitted to the others; the fit is a ridge regression.
 _TEST_EVERY, _RIDGE = 4, 0.01
 
 
@@ -61,17 +61,17 @@ def read_share(values: Tensor, tokens: Tensor, embedded: Tensor) -> Tensor:
     A linear map from a head's values to the tokens' `embedded` [B, T, E] is fitted to most of the texts. In
     the others, a token counts if the map leads nearest to its own embedding, among those of all their tokens.
     """
-    test = torch.arange(len(tokens), device=tokens.device) % _TEST_EVERY == 0
-    x, y = values.flatten(0, 1).movedim(1, 0), embedded.flatten(0, 1)  # [K, B T, D], [B T, E]
-    tested = test[:, None].expand_as(tokens).flatten()
-    known = x[:, ~tested]
-    x = (x - known.mean(1, keepdim=True)) / known.std(1, keepdim=True).clamp(min=1e-6)
-    y = y - y[~tested].mean(0)
-    known = x[:, ~tested]
-    held_back = _RIDGE * known.shape[1] * torch.eye(x.shape[2], device=x.device)
-    fitted = torch.linalg.solve(known.mT @ known + held_back, known.mT @ y[~tested])
-    nearest = (x[:, tested] @ fitted @ y[tested].T).argmax(2)  # [K, N], each a place of the same token or not
-    asked = tokens.flatten()[tested]
+    is_test = torch.arange(len(tokens), device=tokens.device) % _TEST_EVERY == 0
+    (x, y), (test_x, test_y) = (
+        (values[part].flatten(0, 1).movedim(1, 0), embedded[part].flatten(0, 1))  # [K, N, D], [N, E]
+        for part in (~is_test, is_test)
+    )
+    mean, deviation = x.mean(1, keepdim=True), x.std(1, keepdim=True).clamp(min=1e-6)
+    x, test_x, center = (x - mean) / deviation, (test_x - mean) / deviation, y.mean(0)
+    ridge = _RIDGE * x.shape[1] * torch.eye(x.shape[2], device=x.device)
+    fitted = torch.linalg.solve(x.mT @ x + ridge, x.mT @ (y - center))
+    nearest = (test_x @ fitted @ (test_y - center).T).argmax(2)
+    asked = tokens[is_test].flatten()
     return (asked[nearest] == asked).float().mean(1)
 
 
@@ -79,10 +79,9 @@ def read_share(values: Tensor, tokens: Tensor, embedded: Tensor) -> Tensor:
 def copying_scores(target: Transformer, seed: int = 0) -> list[float]:
     """How well each layer of a whole target, with plain weights, copies what followed earlier.
 
-    The texts are random tokens, repeated once. A KV head finds so well as the mean attention weight, in the
-    best of its query heads, from the second occurrence of a token to the token after the first one. It is
-    read so well as `read_share` tells. Its score is the product, and a layer's score is that of its best
-    head.
+    The texts are random tokens, repeated once. A KV head has two figures: the mean attention weight, in the
+    best of its query heads, from the second occurrence of a token to the token after the first one; and
+    `read_share`. Its score is their product, and a layer's score is that of its best head.
     """
     config, generator = target.config, torch.Generator().manual_seed(seed)
     count = min(_REPEATED, config.vocab_size, config.max_length // 2)

@@ -81,7 +81,7 @@ def test_products_added_to_the_stream(dtype: torch.dtype, R: int, I: int, O: int
     [
         *((7, 48, 33, 40), (7, 48, 40, 33), (20, 100, 2100, 24), (20, 104, 2100, 24), (64, 256, 64, 96)),
         (20, 4360, 72, 24),  # several programs share the first product
-        # As in Qwen2.5-0.5B: the second product is not small, which takes the interpreter too long.
+        # Qwen2.5-0.5B's, whose second product is not small; the interpreter would be too slow for them.
         *(((20, 4864, 896, 4864), (64, 64, 896, 4864)) if DEVICE.type == "cuda" else ()),
     ],
 )

@@ -226,9 +226,10 @@ class Loop:
             return False
         self._compact()
         choice, draws = group
+        sampled = any(seat.is_sampled for seat in self.scheduler.running)
         runs = None
         if is_auto := isinstance(choice, Auto):
-            choice, runs = self._pick(choice, draws, seats)
+            choice, runs = self._pick(choice, seats, draws, sampled)
         assert isinstance(choice, Method)
         method = self.fit(choice, draws)
         num_rounds = self.ahead if method.num_nodes == 1 else 1
@@ -238,7 +239,6 @@ class Loop:
         if self.models.fused and method.uses_draft:
             self._read_into_rings(seats, method.width)
         num_rows, active = self.scheduler.num_rows, self.scheduler.row_mask(seats)
-        sampled = self._is_sampled
         reports = [self.device.round(method, num_rows, active, sampled) for _ in range(num_rounds)]
         rows = [(seat.slot, seat) for seat in seats]
         self._queue(_Launch(reports, rows, choice, width, runs, is_auto))
@@ -249,13 +249,11 @@ class Loop:
                 seat.num_unread += width
         return True
 
-    @property
-    def _is_sampled(self) -> bool:
-        return any(seat.is_sampled for seat in self.scheduler.running)
-
-    def _pick(self, auto: Auto, draws: bool, seats: list[Seat]) -> tuple[Method, list[int] | None]:
-        """The method for these rows in this turn; and, for each row, how many of its last tokens occurred
-        before (None if the host does not know)."""
+    def _pick(
+        self, auto: Auto, seats: list[Seat], draws: bool, sampled: bool
+    ) -> tuple[Method, list[int] | None]:
+        """Pick the method for these rows in this turn. Also returns how many of each row's last tokens
+        occurred before, or None if the host does not know that."""
         runs = None
         if not self.models.fused and any(one.source == "lookup" for one in self.policy.methods):
             found = Lookup().find(self.device.slots.first(self.scheduler.num_rows))[0].tolist()
@@ -263,17 +261,18 @@ class Loop:
         context = sum(seat.length for seat in seats) // len(seats)
         num_rows = self.device.bucket(self.scheduler.num_rows)
         outlooks = [seat.outlook for seat in seats]
-        delays = self._delays(draws, seats, num_rows) if self.device.captures else {}
+        delays = self._delays(seats, num_rows, draws, sampled) if self.device.captures else {}
         return self.policy.pick(outlooks, runs, num_rows, context, auto.max_nodes, delays), runs
 
-    def _delays(self, draws: bool, seats: list[Seat], num_rows: int) -> dict[Method, float]:
-        """For each method that must be captured first: the seconds of that, over the most tokens that a row
-        may still emit."""
+    def _delays(self, seats: list[Seat], num_rows: int, draws: bool, sampled: bool) -> dict[Method, float]:
+        """The methods that must be captured first, each with the seconds of a capture, divided by the most
+        tokens that a row may still emit."""
         num_left = max(1, *(seat.sequence.limit - seat.num_tokens for seat in seats))
-        seconds, sampled = self.device.capture_seconds / num_left, self._is_sampled
-        methods = (VANILLA, *self.policy.methods)
-        is_ready = {one: self.device.is_ready(self.fit(one, draws), num_rows, sampled) for one in methods}
-        return {one: seconds for one in methods if not is_ready[one]}
+        return {
+            method: self.device.capture_seconds / num_left
+            for method in (VANILLA, *self.policy.methods)
+            if not self.device.is_ready(self.fit(method, draws), num_rows, sampled)
+        }
 
     def _have_pages(self, seats: list[Seat], num_entries: int) -> bool:
         """Give every row the pages that a round needs; False if that ended or paused sequences."""

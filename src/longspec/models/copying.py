@@ -22,7 +22,7 @@ NUM_CROSS_LAYERS = 5
 """How many layers of its target a draft of ours reads."""
 # Texts to measure with, and how many random tokens are repeated in each.
 _TEXTS, _REPEATED = 32, 64
-# Every fourth text tests what was fitted to the others; the fit is a ridge regression.
+# A ridge regression is fitted to three of four texts, and tested on the fourth.
 _TEST_EVERY, _RIDGE = 4, 0.01
 
 
@@ -46,8 +46,8 @@ class _CopyingPass(BlockByBlock):
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         weights = scores.masked_fill(future, -torch.inf).softmax(-1)
         count = self.tokens.shape[1] // 2
-        # On this diagonal a query sees the token after the first occurrence of its own. The first entry is of
-        # the last token that has no earlier occurrence.
+        # The weight from each token to the one after the token's first occurrence. The first entry is left
+        # out, because its token occurs for the first time.
         found = weights.diagonal(1 - count, -2, -1)[..., 1:].mean((0, 3)).amax(1)
         read = read_share(v[:, 1:count].float(), self.tokens[:, 1:count], self.embedded[:, 1:])
         self.scores.append((found * read).max().item())
@@ -77,7 +77,8 @@ def read_share(values: Tensor, tokens: Tensor, embedded: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copying_scores(target: Transformer, seed: int = 0) -> list[float]:
-    """How well each layer of a whole target, with plain weights, copies what followed earlier.
+    """A score for each layer: how well it copies from earlier text. The target must be whole, not a rank's
+    part of it, and its weights must be plain.
 
     The texts are random tokens, repeated once. A KV head has two figures: the mean attention weight, in the
     best of its query heads, from the second occurrence of a token to the token after the first one; and

@@ -170,7 +170,7 @@ LinearForm = Callable[[Linear], nn.Module | None]
 
 
 def replace_linears(module: nn.Module, form: LinearForm) -> None:
-    """Replace every `Linear` inside `module` by what `form` makes of it; where that is None, it stays."""
+    """Replace every `Linear` inside `module` by what `form` returns for it. If that is None, keep it."""
     for name, child in module.named_children():
         if not isinstance(child, Linear):
             replace_linears(child, form)

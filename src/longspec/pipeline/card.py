@@ -12,6 +12,7 @@ from longspec.bench.summary import ALL, Figures
 from longspec.data.records import read_records
 from longspec.models.placement import gigabytes
 from longspec.pipeline.plan import Plan
+from longspec.train.samples import COVERAGE
 
 
 def duration(seconds: float) -> str:
@@ -37,7 +38,8 @@ def plan_text(plan: Plan) -> str:
         ),
         "",
         f"The draft has {plan.draft_parameters / 1e6:,.1f} million parameters and reads {layers}; "
-        f"lags 1 to {plan.max_lag}, window {plan.window}, vocabulary for 99% of the written tokens",
+        f"lags 1 to {plan.max_lag}, window {plan.window}, "
+        f"vocabulary for {COVERAGE:.0%} of the written tokens",
         *(
             f"  stage {stage.name:9} {stage.tokens:>13,} tokens in {stage.steps:,} steps of {stage.batch} x "
             f"{stage.seq_length:,} ({stage.micro_batch} at a time), learning rate {stage.lr:g}, "

@@ -22,11 +22,9 @@ from longspec.models.target import Transformer
 from longspec.prompts import PromptEncoder
 from longspec.train.checkpoints import draft_of, newest
 from longspec.train.layout import Draws
-from longspec.train.samples import Mixture
+from longspec.train.samples import COVERAGE, Mixture
 from longspec.train.schema import StageSettings, TrainSettings
 
-# Of the tokens that are learnt, so many may a draft propose whose vocabulary is chosen by the data.
-_COVERAGE = 0.99
 _LEAST = {
     "stage.batch": 1,
     "stage.micro_batch": 0,  # as many as fit
@@ -78,7 +76,7 @@ def _new_draft(
     shape = asdict(settings.draft)
     del shape["path"]
     if shape["draft_vocab"] < 0:
-        shape["draft_vocab"] = mixture.covering_size(_COVERAGE)
+        shape["draft_vocab"] = mixture.covering_size(COVERAGE)
     if shape["cross_layers"]:
         return DraftConfig(**shape)
     del shape["cross_layers"]

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from longspec.data.shards import Dataset, Packed, Role
 from longspec.errors import UserError, shown
 
-# The size of a vocabulary that is chosen by the data is a multiple of this.
+COVERAGE = 0.99
+"""The share of the learnt tokens that a draft can propose, if the data choose its vocabulary."""
+# The size of such a vocabulary is a multiple of this.
 _STEP = 1024
 
 

@@ -1,5 +1,5 @@
-"""Prompts that ask for a text or a talk: explanations, lists, letters, stories, advice, small tasks, reports;
-with a role, or in several turns."""
+"""Prompts that ask for explanations, lists, letters, stories, advice, small tasks and reports. Some of them
+have a system message or several turns."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.latency import Latencies, LatencySetting, measure_latency
@@ -92,9 +92,6 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", type=int, default=1, metavar="N", help="sequences (%(default)s)")
     parser.add_argument("--soft", type=float, default=0.0, metavar="S", help="share of KL in the loss")
     parser.add_argument(
-        "--parents", action="store_true", help="the draft reads its parents: six lags at once"
-    )
-    parser.add_argument(
         "--prompt-share", type=float, default=0.0, metavar="S", help="of a sequence; it is not learnt"
     )
     parser.add_argument("--compile", action="store_true", help="let torch.compile fuse the layers")
@@ -108,6 +105,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     add_option(parser, layers)
     parser.add_argument("--feature", action="store_true", help="give the draft the target's hidden state")
     parser.add_argument("--draft-vocab", type=int, default=0, metavar="N", help="0 is all (%(default)s)")
+    parser.add_argument("--parents", action="store_true", help="the draft reads its parents, and has gates")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -119,6 +117,8 @@ def _draft(arguments: argparse.Namespace, depth: int | None = None) -> DraftConf
         draft_vocab=arguments.draft_vocab,
         qkv_bias=not arguments.feature,
         final_norm=arguments.feature,
+        use_parent=arguments.parents,
+        lag_gate=arguments.parents,
     )
 
 
@@ -172,12 +172,11 @@ def _setting(arguments: argparse.Namespace) -> LatencySetting:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    draft = _draft(arguments, 6 if arguments.parents else None)
     found = measure_training(
         arguments.shape,
         arguments.seq_length,
         arguments.micro_batch,
-        replace(draft, use_parent=arguments.parents, lag_gate=arguments.parents),
+        _draft(arguments, 6 if arguments.parents else None),
         arguments.soft,
         arguments.compile,
         arguments.prompt_share,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,6 +111,53 @@ def test_a_method_that_must_be_captured_first_has_to_pay_for_that() -> None:
     late = dict.fromkeys(made.methods, 0.6)
     assert pick(made, delays=late) == VANILLA
     assert pick(made, delays=late | {VANILLA: 0.6}) == tree, "all must be captured"
+
+
+@pytest.fixture
+def capturing_engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine that does what one on a GPU does with captured rounds; a CPU has no graphs, so that a replay
+    does the work again."""
+
+    def capture(works: list[Any], *_: Any) -> list[SimpleNamespace]:
+        return [SimpleNamespace(replay=work) for work in works]
+
+    monkeypatch.setattr("longspec.engine.device.capture", capture)
+    engine = tiny_engine(tiny_target(), tiny_draft(tiny_target()))
+    engine.device.captures = True
+    return engine
+
+
+def test_many_short_answers_pay_for_a_capture_that_none_of_them_pays_for(capturing_engine: Engine) -> None:
+    """A vanilla round takes 1 ms, and drafting saves half a millisecond of each of an answer's 9 tokens. To
+    capture takes 50 ms: what ten answers lose and the eleventh saves."""
+    engine = capturing_engine
+    chain, steps = Seq(3), {"vanilla": 1e-3, "seq:3": 1.4e-3}
+    costs = Costs({label: {1: [(1, seconds)]} for label, seconds in steps.items()}, (chain,))
+    engine.loop.policy = Policy((chain,), {"chain": [0.8, 0.6, 0.4]}, costs)
+    (expected,) = ask(engine, [[1, 2, 3]], new=10)
+    engine.device.capture_seconds = 0.05
+    captured, drafted = engine.statistics.num_captures, list[bool]()
+    for _ in range(14):
+        (answer,) = ask(engine, [[1, 2, 3]], AUTO, new=10)
+        assert answer.tokens == expected.tokens
+        drafted.append(chain in answer.methods)
+    assert 9 <= drafted.index(True) <= 11, drafted
+    assert engine.statistics.num_captures == captured + 1
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_room_for_a_large_tree_is_made_before_anything_is_captured(
+    capturing_engine: Engine, is_told: bool
+) -> None:
+    engine, large = capturing_engine, Tree((8, 16, 16, 16, 16))
+    engine.prepare(methods=[large] if is_told else [])
+    (expected,) = ask(engine, [[1, 2, 3]])
+    captured = engine.statistics.num_captures
+    (answer,) = ask(engine, [[1, 2, 3]], large)
+    assert answer.tokens == expected.tokens
+    assert ask(engine, [[1, 2, 3]])[0].tokens == expected.tokens
+    recaptured = engine.statistics.num_captures - captured > 1
+    assert recaptured != is_told, "to make room later drops what is captured"
 
 
 def test_an_outlook_follows_what_is_observed_and_comes_back() -> None:

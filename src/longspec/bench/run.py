@@ -23,6 +23,7 @@ from longspec.bench.runners import OurMethod, Runner, TimedAnswer, accepted_by_d
 from longspec.bench.settings import RunSetting
 from longspec.bench.summary import Figures, summarise
 from longspec.bench.workloads import Item, Workload, fitting
+from longspec.decoding.methods import Method
 from longspec.errors import UserError
 from longspec.progress import Advance, count_bar
 from longspec.text import pieces_of
@@ -45,8 +46,9 @@ def bench(
     `others` are measured together with our methods.
     """
     chosen = [fitting(one.first(setting.limit), model, setting.max_new_tokens) for one in workloads]
-    runners: list[Runner] = [OurMethod(model, label) for label in setting.labels]
-    runners += others
+    ours = [OurMethod(model, label) for label in setting.labels]
+    model.engine.prepare(methods=[one.choice for one in ours if isinstance(one.choice, Method)])
+    runners: list[Runner] = [*ours, *others]
     tasks = [batch for repeat in range(setting.repeats) for batch in _batches(chosen, setting, repeat)]
     facts = {
         "environment": environment(model),

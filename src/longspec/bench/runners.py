@@ -51,11 +51,11 @@ class OurMethod:
 
     def __init__(self, model: LongSpec, label: str) -> None:
         self._model, self.label = model, label
-        self._choice, self._acceptance = read_method(label)
+        self.choice, self._acceptance = read_method(label)
         self.same_when_sampled = self._acceptance == "coupled"
-        if isinstance(self._choice, Method):
+        if isinstance(self.choice, Method):
             # Raises for a bad size or a missing draft, before anything runs.
-            self._choice.fit(model.engine.models)
+            self.choice.fit(model.engine.models)
 
     def answers(
         self, prompts: Many[list[int]], max_new_tokens: int, temperature: float, seeds: Many[int]
@@ -64,9 +64,9 @@ class OurMethod:
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "seed": list(seeds),
-            "method": self._choice.name,
+            "method": self.choice.name,
             "acceptance": self._acceptance,
-            **{name: getattr(self._choice, name) for name in self._choice.options()},
+            **{name: getattr(self.choice, name) for name in self.choice.options()},
         }
         rule = "" if self.same_when_sampled else f":acceptance={self._acceptance}"
         return [

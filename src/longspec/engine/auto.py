@@ -134,30 +134,54 @@ class Policy:
         If the rounds of a method must be captured first, `delays` has the seconds that this adds to each of
         a row's tokens.
         """
-        drafted = sum(one.shares["draft"] for one in outlooks)
-        copied: dict[int | None, float] = {}
-        for index, outlook in enumerate(outlooks):
-            run = None if runs is None else runs[index]
-            copied[run] = copied.get(run, 0.0) + outlook.shares["lookup"]
+        shares = _shares(outlooks, runs)
 
-        def per_token(method: Method, gained: float, num_drafted: float | None) -> float:
-            seconds = self.costs.seconds(method, num_rows, context, num_drafted)
-            return seconds / (len(outlooks) + gained) + delays.get(method, 0.0) / len(outlooks)
+        def per_token(method: Method) -> float:
+            seconds, num_tokens = self._promise(method, shares, len(outlooks), num_rows, context)
+            return seconds / num_tokens + delays.get(method, 0.0) / len(outlooks)
 
         best: Method = VANILLA
-        least = per_token(VANILLA, 0.0, None) / LEAST_SPEED
+        least = per_token(VANILLA) / LEAST_SPEED
         for method in self.methods:
             if max_nodes is not None and method.num_nodes > max_nodes:
                 continue
-            if method.source == "lookup":
-                gained = sum(share * (self.gain(method, run) - 1) for run, share in copied.items())
-            else:
-                gained = drafted * (self.gain(method) - 1)
-            # A chain goes on as long as one of its rows is sure, so only a row alone ends early.
-            num_drafted = method.expected_length(self.acceptance, drafted) if len(outlooks) == 1 else None
-            if (seconds := per_token(method, gained, num_drafted)) < least:
+            if (seconds := per_token(method)) < least:
                 best, least = method, seconds
         return best
+
+    def lost(
+        self,
+        wanted: Method,
+        picked: Method,
+        outlooks: Sequence[Outlook],
+        runs: Sequence[int] | None,
+        num_rows: int,
+        context: int,
+    ) -> float:
+        """The seconds by which a round of the `picked` method is expected to take longer than the same tokens
+        by the `wanted` one; the rest is as in `pick`."""
+        shares = _shares(outlooks, runs)
+        taken, num_tokens = self._promise(picked, shares, len(outlooks), num_rows, context)
+        seconds, num_wanted = self._promise(wanted, shares, len(outlooks), num_rows, context)
+        return taken - num_tokens * seconds / num_wanted
+
+    def _promise(
+        self,
+        method: Method,
+        shares: tuple[float, Mapping[int | None, float]],
+        num_running: int,
+        num_rows: int,
+        context: int,
+    ) -> tuple[float, float]:
+        """The seconds of a method's round, and the tokens that all rows together are expected to emit."""
+        drafted, copied = shares
+        if method.source == "lookup":
+            gained = sum(share * (self.gain(method, run) - 1) for run, share in copied.items())
+        else:
+            gained = drafted * (self.gain(method) - 1)
+        # A chain goes on as long as one of its rows is sure, so only a row alone ends early.
+        num_drafted = method.expected_length(self.acceptance, drafted) if num_running == 1 else None
+        return self.costs.seconds(method, num_rows, context, num_drafted), num_running + gained
 
     def learn(self, outlook: Outlook, method: Method, emitted: int, run: int | None) -> None:
         """Update a row's outlook after a round; `run` is as in `pick`."""
@@ -165,3 +189,14 @@ class Policy:
             outlook.learn(None if run == 0 else "lookup", self.gain(method, run), emitted)
         else:
             outlook.learn(method.source, self.gain(method), emitted)
+
+
+def _shares(
+    outlooks: Sequence[Outlook], runs: Sequence[int] | None
+) -> tuple[float, Mapping[int | None, float]]:
+    """The sums of the rows' shares: for drafted tokens, and for looked-up tokens by the run that matched."""
+    copied: dict[int | None, float] = {}
+    for index, outlook in enumerate(outlooks):
+        run = None if runs is None else runs[index]
+        copied[run] = copied.get(run, 0.0) + outlook.shares["lookup"]
+    return sum(one.shares["draft"] for one in outlooks), copied

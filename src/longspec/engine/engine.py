@@ -292,11 +292,15 @@ class Engine:
                 self._leader = None
         self._notify()
 
-    def prepare(self, max_rows: int = 1) -> None:
-        """Capture what up to `max_rows` sequences at once will replay, so that none waits for a capture."""
+    def prepare(self, max_rows: int = 1, methods: Iterable[Method] = ()) -> None:
+        """Capture what up to `max_rows` sequences at once will replay, so that none waits for a capture.
+
+        There will be room for the trees of these `methods`: to make it later would drop what is captured.
+        """
         if not self.device.captures:
             return
         with self.paused() as device:
+            device.reserve_nodes(max((self.loop.fit(one).num_drafted for one in methods), default=0))
             if is_large(self.models.target.config):
                 target, config = self.models.target, self.models.target.config
                 like = target.norm.weight.new_zeros(1, config.num_heads, config.head_dim)

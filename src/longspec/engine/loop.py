@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +59,9 @@ class Loop:
         self.num_prompt_tokens, self.num_shared_tokens = 0, 0
         self.num_rounds: Counter[str] = Counter()
         self.fit = MethodFitter(device.models, candidates)
+        self._lost: defaultdict[tuple[Method, int, bool], float] = defaultdict(float)
+        """Seconds that `auto` lost because a round was not captured: by method, number of rows, and whether
+        any row is sampled."""
         self._flight: deque[_Launch] = deque()
 
     @property
@@ -261,18 +264,27 @@ class Loop:
         context = sum(seat.length for seat in seats) // len(seats)
         num_rows = self.device.bucket(self.scheduler.num_rows)
         outlooks = [seat.outlook for seat in seats]
-        delays = self._delays(seats, num_rows, draws, sampled) if self.device.captures else {}
-        return self.policy.pick(outlooks, runs, num_rows, context, auto.max_nodes, delays), runs
-
-    def _delays(self, seats: list[Seat], num_rows: int, draws: bool, sampled: bool) -> dict[Method, float]:
-        """The methods that must be captured first, each with the seconds of a capture, divided by the most
-        tokens that a row may still emit."""
+        rows = (outlooks, runs, num_rows, context)
+        wanted = self.policy.pick(*rows, auto.max_nodes)
+        if not self.device.captures or self.device.is_ready(self.fit(wanted, draws), num_rows, sampled):
+            return wanted, runs
+        # It must be captured first. The rest of one answer may be too short to pay for that, but many answers
+        # are not. So what was lost without it counts too.
+        missing, wait = self._missing(num_rows, draws, sampled), self.device.capture_seconds
         num_left = max(1, *(seat.sequence.limit - seat.num_tokens for seat in seats))
-        return {
-            method: self.device.capture_seconds / num_left
-            for method in (VANILLA, *self.policy.methods)
-            if not self.device.is_ready(self.fit(method, draws), num_rows, sampled)
-        }
+        delays = {one: max(wait - self._lost[key], 0.0) / num_left for one, key in missing.items()}
+        picked = self.policy.pick(*rows, auto.max_nodes, delays)
+        if picked == wanted:
+            self._lost.pop(missing[wanted], None)
+        else:
+            self._lost[missing[wanted]] += self.policy.lost(wanted, picked, *rows)
+        return picked, runs
+
+    def _missing(self, num_rows: int, draws: bool, sampled: bool) -> dict[Method, tuple[Method, int, bool]]:
+        """The methods whose rounds are not captured yet, each with the name of its graph."""
+        methods = (VANILLA, *self.policy.methods)
+        names = {method: (self.fit(method, draws), num_rows, sampled) for method in methods}
+        return {method: name for method, name in names.items() if not self.device.is_ready(*name)}
 
     def _have_pages(self, seats: list[Seat], num_entries: int) -> bool:
         """Give every row the pages that a round needs; False if that ended or paused sequences."""

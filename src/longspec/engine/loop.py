@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from longspec.decoding.methods import MOST_NODES, VANILLA, Auto, Lookup, Method
 from longspec.engine.auto import MethodFitter, Policy
+from longspec.engine.captures import Captures
 from longspec.engine.chunks import Chunks
 from longspec.engine.device import Device, Group
 from longspec.engine.scheduler import Scheduler, Seat
@@ -59,9 +60,7 @@ class Loop:
         self.num_prompt_tokens, self.num_shared_tokens = 0, 0
         self.num_rounds: Counter[str] = Counter()
         self.fit = MethodFitter(device.models, candidates)
-        self._lost: defaultdict[tuple[Method, int, bool], float] = defaultdict(float)
-        """Seconds that `auto` lost because a round was not captured: by method, number of rows, and whether
-        any row is sampled."""
+        self._captures = Captures(device, self.fit)
         self._flight: deque[_Launch] = deque()
 
     @property
@@ -264,27 +263,9 @@ class Loop:
         context = sum(seat.length for seat in seats) // len(seats)
         num_rows = self.device.bucket(self.scheduler.num_rows)
         outlooks = [seat.outlook for seat in seats]
-        rows = (outlooks, runs, num_rows, context)
-        wanted = self.policy.pick(*rows, auto.max_nodes)
-        if not self.device.captures or self.device.is_ready(self.fit(wanted, draws), num_rows, sampled):
-            return wanted, runs
-        # It must be captured first. The rest of one answer may be too short to pay for that, but many answers
-        # are not. So what was lost without it counts too.
-        missing, wait = self._missing(num_rows, draws, sampled), self.device.capture_seconds
         num_left = max(1, *(seat.sequence.limit - seat.num_tokens for seat in seats))
-        delays = {one: max(wait - self._lost[key], 0.0) / num_left for one, key in missing.items()}
-        picked = self.policy.pick(*rows, auto.max_nodes, delays)
-        if picked == wanted:
-            self._lost.pop(missing[wanted], None)
-        else:
-            self._lost[missing[wanted]] += self.policy.lost(wanted, picked, *rows)
-        return picked, runs
-
-    def _missing(self, num_rows: int, draws: bool, sampled: bool) -> dict[Method, tuple[Method, int, bool]]:
-        """The methods whose rounds are not captured yet, each with the name of its graph."""
-        methods = (VANILLA, *self.policy.methods)
-        names = {method: (self.fit(method, draws), num_rows, sampled) for method in methods}
-        return {method: name for method, name in names.items() if not self.device.is_ready(*name)}
+        rows = (outlooks, runs, num_rows, context)
+        return self._captures.pick(self.policy, rows, auto.max_nodes, draws, sampled, num_left), runs
 
     def _have_pages(self, seats: list[Seat], num_entries: int) -> bool:
         """Give every row the pages that a round needs; False if that ended or paused sequences."""

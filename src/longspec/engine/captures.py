@@ -1,0 +1,57 @@
+"""Which method `auto` takes where the rounds of the best one are not captured yet."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from longspec.decoding.methods import VANILLA, Method
+from longspec.engine.auto import MethodFitter, Outlook, Policy
+from longspec.engine.device import Device
+
+RunningRows = tuple[Sequence[Outlook], Sequence[int] | None, int, int]
+"""What `Policy.pick` wants to know of the rows that run: outlooks, runs, number of rows, context."""
+_Graph = tuple[Method, int, bool]
+"""The name of a captured round: the fitted method, the number of rows, and whether any row is sampled."""
+
+
+class Captures:
+    """Lets a method be captured when that pays.
+
+    The rest of one answer may be too short to pay for a capture, but many answers are not. So what was lost
+    so far without the capture counts, too.
+    """
+
+    def __init__(self, device: Device, fit: MethodFitter) -> None:
+        self._device, self._fit = device, fit
+        self._lost: defaultdict[_Graph, float] = defaultdict(float)
+        """The seconds that were lost because a round was not captured."""
+
+    def pick(
+        self,
+        policy: Policy,
+        rows: RunningRows,
+        max_nodes: int | None,
+        draws: bool,
+        sampled: bool,
+        num_left: int,
+    ) -> Method:
+        """The method for rows that may emit `num_left` more tokens each. It may have to be captured."""
+        wanted = policy.pick(*rows, max_nodes)
+
+        def graph(method: Method) -> _Graph:
+            return self._fit(method, draws), rows[2], sampled
+
+        if not self._device.captures or self._device.is_ready(*graph(wanted)):
+            return wanted
+        delays = {
+            method: max(self._device.capture_seconds - self._lost[graph(method)], 0.0) / num_left
+            for method in (VANILLA, *policy.methods)
+            if not self._device.is_ready(*graph(method))
+        }
+        picked = policy.pick(*rows, max_nodes, delays)
+        if picked == wanted:
+            del self._lost[graph(wanted)]
+        else:
+            self._lost[graph(wanted)] += policy.lost(wanted, picked, *rows)
+        return picked

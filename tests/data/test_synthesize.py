@@ -23,9 +23,10 @@ from longspec.data.options import SynthesisOptions
 from longspec.data.samples import Script
 from longspec.data.screen import SeenTexts, is_repetitive, loop_start, signature
 from longspec.data.shards import Dataset, Role
-from longspec.data.synthesize import synthesize
+from longspec.data.synthesize import Writer, synthesize
 from longspec.decoding.methods import VANILLA
 from longspec.decoding.sampling import Sampling
+from longspec.engine.load import load_models
 from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
@@ -346,6 +347,44 @@ def test_killed_it_goes_on_to_the_same_bytes_and_other_flags_are_refused(
     for name in ("tokens.npy", "roles.npy"):
         one, other = (folder / "shard-00000" / name for folder in (hurried, broken))
         assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_writer_loads_once_and_writes_what_each_would_write_alone(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = []
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        loaded.append(arguments)
+        return load_models(*arguments, **options)
+
+    monkeypatch.setattr("longspec.data.synthesize.load_models", load)
+    options = SynthesisOptions(
+        tmp_path / "unused",
+        200,
+        str(tiny_folder),
+        temperatures=(1.0,),
+        seq_length=128,
+        max_question_tokens=16,
+        max_new_tokens=24,
+        batch=8,
+        shard_samples=8,
+    )
+    requests = [replace(options, seed=seed) for seed in (0, 1)] + [replace(options, seq_length=96, batch=4)]
+    alone, shared, writer = [], [], Writer()
+    for number, request in enumerate(requests):
+        alone.append(replace(request, output=tmp_path / f"alone-{number}"))
+        synthesize(alone[-1])
+    assert len(loaded) == 3
+    for number, request in enumerate(requests):
+        shared.append(replace(request, output=tmp_path / f"shared-{number}"))
+        synthesize(shared[-1], writer=writer)
+    assert len(loaded) == 4
+    for one, other in zip(alone, shared, strict=True):
+        assert contents(one.output) == contents(other.output)
+    writer.forget()
+    synthesize(replace(options, output=tmp_path / "again"), writer=writer)
+    assert len(loaded) == 5
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import fields
 from functools import partial
@@ -17,12 +18,14 @@ from longspec.data.records import JsonLines
 from longspec.data.samples import FILES, Script
 from longspec.data.shards import is_finished
 from longspec.data.synthesis import DatasetMaker, SynthesisSummary, begin, summary_of
+from longspec.engine.engine import Engine
 from longspec.engine.load import LoadPlan, load_models
 from longspec.engine.make import make_engine
 from longspec.engine.memory import kv_bytes
 from longspec.errors import UserError
 from longspec.models.files import eos_ids, read_config
 from longspec.models.placement import check_fits, free_memory, pick_device, pick_dtype
+from longspec.models.target import Transformer
 from longspec.models.weights import Precision, pick_precision
 from longspec.progress import token_bar
 from longspec.prompts import PromptEncoder
@@ -35,8 +38,53 @@ _BATCH = {"cuda": 2048, "cpu": 32}
 _SAMPLES_PER_ROW = 16
 
 
-def synthesize(options: SynthesisOptions, progress: bool = False) -> SynthesisSummary:
-    """Make the dataset, or continue where an earlier run stopped."""
+class Writer:
+    """Keeps target and engine from one dataset for the next, because loading and capturing take long."""
+
+    def __init__(self) -> None:
+        self._loaded: tuple[LoadPlan, torch.device, Transformer] | None = None
+        self._engines: dict[tuple[int, int | None], Engine] = {}
+        """The newest engine, by the length of its sequences and the rows that were asked for."""
+
+    def engine(
+        self, plan: LoadPlan, device: torch.device, seq_length: int, batch: int | None, progress: bool
+    ) -> Engine:
+        """An engine for `batch` sequences of `seq_length` at once; without a number, for as many as fit."""
+        if self._loaded is None or self._loaded[:2] != (plan, device):
+            self.forget()
+            self._loaded = plan, device, load_models(plan, device, progress=progress).target
+        if (seq_length, batch) not in self._engines:
+            self._forget_engine()  # first, because its pages take most of the memory
+            self._engines[seq_length, batch] = _make_engine(self._loaded[2], plan, seq_length, batch)
+        return self._engines[seq_length, batch]
+
+    def holds(self, target: str, device: torch.device) -> bool:
+        """Whether the target with this name is loaded."""
+        return self._loaded is not None and (self._loaded[0].name, self._loaded[1]) == (target, device)
+
+    def forget(self) -> None:
+        """Free the memory of target and engine."""
+        self._loaded = None
+        self._forget_engine()
+
+    def _forget_engine(self) -> None:
+        self._engines.clear()
+        gc.collect()
+
+
+def _make_engine(target: Transformer, plan: LoadPlan, seq_length: int, batch: int | None) -> Engine:
+    config, dtype = plan.config, plan.precision.dtype
+    batch = batch or _pick_batch(config, seq_length, target.device, dtype)
+    # Pages for all rows, because the free memory of the moment must not decide what is written.
+    pages = kv_bytes(config, dtype, batch, seq_length)
+    return make_engine(target, max_length=seq_length, max_rows=batch, kv_memory=pages)
+
+
+def synthesize(
+    options: SynthesisOptions, progress: bool = False, writer: Writer | None = None
+) -> SynthesisSummary:
+    """Make the dataset, or continue where an earlier run stopped. With a `writer`, the target may be there
+    already."""
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
     files = {
@@ -46,27 +94,26 @@ def synthesize(options: SynthesisOptions, progress: bool = False) -> SynthesisSu
     settings = begin(options.output, _settings(options, device, dtype, files, topics))
     if is_finished(options.output):
         return summary_of(options.output)
-    found, config, precision = _find(options, device, dtype, progress)
+    writer = writer or Writer()
+    found, config, precision = _find(options, device, dtype, progress, writer.holds(options.target, device))
     encoder = PromptEncoder(found.folder, found.chat_template)
     eos = eos_ids(found.folder, found.eos_id)
     script = Script(options, encoder, files.get("prompts"), files.get("documents"), topics, eos)
     plan = LoadPlan(options.target, found.folder, config, precision)
-    target = load_models(plan, device, progress=progress).target
-    batch = settings["batch"] or _pick_batch(config, options.seq_length, device, dtype)
+    engine = writer.engine(plan, device, options.seq_length, settings["batch"], progress)
+    batch = engine.device.max_rows
     shard_samples = options.shard_samples or _SAMPLES_PER_ROW * batch
     licence = options.licence or _licence(found.folder)
-    # Pages for all rows, because the free memory of the moment must not decide what is written.
-    pages = kv_bytes(config, dtype, batch, options.seq_length)
-    engine = make_engine(target, max_length=options.seq_length, max_rows=batch, kv_memory=pages)
     settings |= {"batch": batch}
     with token_bar("Writing", options.tokens, progress) as update:
         return DatasetMaker(options, script, engine, shard_samples, licence, settings, update).make()
 
 
 def _find(
-    options: SynthesisOptions, device: torch.device, dtype: torch.dtype, progress: bool
+    options: SynthesisOptions, device: torch.device, dtype: torch.dtype, progress: bool, is_loaded: bool
 ) -> tuple[hub.TargetFiles, ModelConfig, Precision]:
-    """The target's files. A target that does not fit is refused before its weights are fetched."""
+    """The target's files. A target that is not loaded and does not fit is refused before its weights are
+    fetched."""
     find = partial(
         hub.resolve, options.target, revision=options.revision, offline=options.offline, progress=progress
     )
@@ -77,7 +124,8 @@ def _find(
             f"seq_length is {options.seq_length}; the limit of {options.target} is {config.max_length}"
         )
     precision = pick_precision("auto", dtype, device, matrix_types=shape.matrix_types)
-    check_fits(options.target, config, precision, device)
+    if not is_loaded:
+        check_fits(options.target, config, precision, device)
     return find(), config, precision
 
 

@@ -31,7 +31,7 @@ from longspec.bench.settings import RunSetting
 from longspec.bench.summary import Figures
 from longspec.data.options import SynthesisOptions
 from longspec.data.shards import is_finished, read_info
-from longspec.data.synthesize import synthesize
+from longspec.data.synthesize import Writer, synthesize
 from longspec.data.work import locked
 from longspec.errors import UserError, check_same
 from longspec.models.draft_files import read_draft_config
@@ -163,6 +163,7 @@ class _Making:
     def __init__(self, options: DraftOptions, plan: Plan, work: Path) -> None:
         self._options, self._plan, self._work = options, plan, work
         self._sources = Sources(work, plan, options)
+        self._writer = Writer()
 
     def phases(self) -> Iterator[Phase]:
         sources, written = self._sources, {one.name: one for one in self._plan.written}
@@ -200,7 +201,7 @@ class _Making:
             f"write {one.name}",
             one.seconds,
             lambda: is_finished(folder),
-            lambda seconds: synthesize(self._synthesis(one, folder, seconds), progress=True),
+            lambda seconds: synthesize(self._synthesis(one, folder, seconds), True, self._writer),
         )
 
     def _synthesis(self, one: WrittenPlan, folder: Path, seconds: float | None) -> SynthesisOptions:
@@ -233,6 +234,8 @@ class _Making:
         def go(seconds: float | None) -> None:
             from longspec.train.trainer import train
 
+            self._writer.forget()
+            _free_memory()
             note_stages(run.parent, [one.name for one in self._plan.stages])
             train(compose_config(self._overrides(stage, run, previous, seconds)))
 

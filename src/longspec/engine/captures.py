@@ -50,8 +50,7 @@ class Captures:
             if not self._device.is_ready(*graph(method))
         }
         picked = policy.pick(*rows, max_nodes, delays)
-        if picked == wanted:
-            del self._lost[graph(wanted)]
-        else:
+        if picked != wanted:
             self._lost[graph(wanted)] += policy.lost(wanted, picked, *rows)
+        self._lost.pop(graph(picked), None)  # it is captured now, if it was not before
         return picked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from benchmarks.shapes import shape_named
 from longspec import LongSpec
@@ -111,6 +113,24 @@ def test_a_ggufs_weights_count_as_a_cpu_keeps_them(
     told = json.loads(capsys.readouterr().out)["needs"]["weights"]
     target = smollm2.target
     kept = {*target.parameters(), *target.buffers()} - {target.rope.table}
+    assert told == pytest.approx(sum(one.nbytes for one in kept), rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_checkpoint_in_half_precision_counts_as_a_cpu_keeps_it(
+    dtype: torch.dtype, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not has_native_products():
+        pytest.skip("no C compiler here")
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    LlamaForCausalLM.from_pretrained(tiny_folder, dtype=dtype).save_pretrained(tmp_path)
+    flags = ["info", str(tmp_path), "--device", "cpu", "--dtype", "float32", "--draft", "none"]
+    assert main(flags) == 0
+    assert "in float32 (matrices: about 2 bytes per weight)" in capsys.readouterr().out
+    assert main([*flags, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["needs"]["weights"]
+    loaded = LongSpec.from_pretrained(tmp_path, dtype="float32", device="cpu", calibrate=False)
+    kept = {*loaded.target.parameters(), *loaded.target.buffers()} - {loaded.target.rope.table}
     assert told == pytest.approx(sum(one.nbytes for one in kept), rel=0.01)
 
 

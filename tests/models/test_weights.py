@@ -32,7 +32,7 @@ from longspec.models.native_linears import (
 )
 from longspec.models.quantised import GROUP, Int4Linear, Int8Table
 from longspec.models.target import Transformer
-from longspec.models.weights import _GGUF_BYTES, ROUNDINGS, Precision, pack, pick_precision
+from longspec.models.weights import _KEPT_BYTES, ROUNDINGS, Precision, pack, pick_precision
 from longspec.native.build import _load, code
 from tests.cli.run import exit_code
 from tests.decoding.scripted import ask, pass_over, tiny_draft, tiny_engine, tiny_target
@@ -139,7 +139,7 @@ def test_a_ggufs_weights_keep_8_bits_and_the_products_of_fp32(kind: str) -> None
     form, in_fp32 = packed(linear), NativeFloatLinear(linear, linear.weight)
     assert isinstance(form, NativeGridLinear)
     assert form.weight.dtype == torch.uint8
-    assert form.weight.nbytes + form.scales.nbytes <= form.weight.numel() * _GGUF_BYTES[kind]
+    assert form.weight.nbytes + form.scales.nbytes <= form.weight.numel() * _KEPT_BYTES[kind]
     for count in (1, 7, 8, 29, 130):
         rows = torch.randn(count, 512)
         assert torch.equal(form(rows), in_fp32(rows))

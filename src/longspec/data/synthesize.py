@@ -23,7 +23,7 @@ from longspec.engine.load import LoadPlan, load_models
 from longspec.engine.make import make_engine
 from longspec.engine.memory import kv_bytes
 from longspec.errors import UserError
-from longspec.models.files import eos_ids, read_config
+from longspec.models.files import eos_ids, matrix_types, read_config
 from longspec.models.placement import check_fits, free_memory, pick_device, pick_dtype
 from longspec.models.target import Transformer
 from longspec.models.weights import Precision, pick_precision
@@ -123,7 +123,7 @@ def _find(
         raise UserError(
             f"seq_length is {options.seq_length}; the limit of {options.target} is {config.max_length}"
         )
-    precision = pick_precision("auto", dtype, device, matrix_types=shape.matrix_types)
+    precision = pick_precision("auto", dtype, device, matrix_types=matrix_types(shape, config))
     if not is_loaded:
         check_fits(options.target, config, precision, device)
     return find(), config, precision

@@ -15,7 +15,7 @@ from longspec.config import ModelConfig
 from longspec.models.checkpoint import WeightFiles
 from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.draft_files import load_draft
-from longspec.models.files import read_config
+from longspec.models.files import matrix_types, read_config
 from longspec.models.int8 import pick_draft_form
 from longspec.models.layers import replace_linears
 from longspec.models.load import load_target
@@ -44,7 +44,8 @@ def read_shape(
     files = find(config_only=True)
     config = read_config(files.folder, files.config)
     dtype = pick_dtype(dtype, device)
-    precision = pick_precision(weights, dtype, device, config.quantisation, files.matrix_types)
+    types = matrix_types(files, config)
+    precision = pick_precision(weights, dtype, device, config.quantisation, types)
     precision = with_kv_dtype(precision, kv_dtype, config.head_dim, device, backend)
     return files.entry, config, precision, files.entry.context if files.entry else config.max_length
 

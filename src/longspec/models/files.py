@@ -8,6 +8,7 @@ from typing import Any
 
 from longspec.config import ModelConfig
 from longspec.errors import UserError, naming, shown, whole_number
+from longspec.hub.resolve import TargetFiles
 from longspec.models.families import config_from_hf
 from longspec.records import read_record
 
@@ -19,6 +20,16 @@ def read_config(folder: Path, values: Mapping[str, Any] | None = None) -> ModelC
         values = read_record(folder, dict[str, Any])
     with naming(folder):
         return config_from_hf(values)
+
+
+def matrix_types(files: TargetFiles, config: ModelConfig) -> frozenset[str]:
+    """The types in which a target's files have its matrices, by the header of a GGUF or by config.json; empty
+    if these do not say it."""
+    if files.config is not None or config.quantisation is not None:
+        return files.matrix_types
+    values = read_record(files.folder / "config.json", dict[str, Any])
+    dtype = values.get("dtype", values.get("torch_dtype"))
+    return frozenset({dtype}) if isinstance(dtype, str) else frozenset()
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

@@ -54,11 +54,11 @@ ROUNDINGS = {
 GPU_ROUNDINGS = {
     name: Rounding(EightBitForm(kind), EightBitForm(kind), None, 1, 1) for name, kind in KINDS.items()
 }
-# Bytes per weight of a GGUF's matrices on a CPU, by `TargetFiles.matrix_types`; others take 4. On grids
+# Bytes per weight of matrices on a CPU, by their type in the file (`matrix_types`); others take 4. On grids
 # (`NativeGridLinear`) a weight takes a byte, and each run of 32 or 16 weights takes 8 more. Only loading can
 # find that a K type is off its grids: if its `dmin` is more than 128 times its `d`. Weights around 0 do not
 # have such minima.
-_GGUF_BYTES = (
+_KEPT_BYTES = (
     dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K"), 1 + 8 / 32)
     | dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), 1 + 8 / 16)
     | dict.fromkeys(("float16", "bfloat16"), 2.0)
@@ -141,7 +141,7 @@ def pick_precision(
     matrix_types: frozenset[str] = frozenset(),
 ) -> Precision:
     """What `weights` asks for; "auto" leaves them as the file says: in `dtype` or, on a GPU, in the 8 bits
-    of a quantised checkpoint. `matrix_types` are those of `TargetFiles`."""
+    of a quantised checkpoint. `matrix_types` are the types that the file has."""
     check_known("weights", weights, WEIGHTS)
     plain = Precision(dtype, matrix_bytes=_matrix_bytes(matrix_types, dtype, device))
     on_gpu = device.type == "cuda" and dtype != torch.float32
@@ -169,7 +169,7 @@ def pick_precision(
 
 
 def _matrix_bytes(matrix_types: frozenset[str], dtype: torch.dtype, device: torch.device) -> float | None:
-    most = max((_GGUF_BYTES.get(one, 4.0) for one in matrix_types), default=4.0)
+    most = max((_KEPT_BYTES.get(one, 4.0) for one in matrix_types), default=4.0)
     in_fp32 = device.type == "cpu" and dtype == torch.float32
     return most if most < 4 and in_fp32 and has_native_products() else None
 

@@ -44,7 +44,7 @@ class Writer:
     def __init__(self) -> None:
         self._loaded: tuple[LoadPlan, torch.device, Transformer] | None = None
         self._engines: dict[tuple[int, int | None], Engine] = {}
-        """The newest engine, by the length of its sequences and the rows that were asked for."""
+        """At most one: the newest, by the length of its sequences and the rows that were asked for."""
 
     def engine(
         self, plan: LoadPlan, device: torch.device, seq_length: int, batch: int | None, progress: bool
@@ -83,8 +83,8 @@ def _make_engine(target: Transformer, plan: LoadPlan, seq_length: int, batch: in
 def synthesize(
     options: SynthesisOptions, progress: bool = False, writer: Writer | None = None
 ) -> SynthesisSummary:
-    """Make the dataset, or continue where an earlier run stopped. With a `writer`, the target may be there
-    already."""
+    """Make the dataset, or continue where an earlier run stopped. A `writer` that is given to several calls
+    loads their target once."""
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
     files = {

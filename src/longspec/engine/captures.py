@@ -1,4 +1,4 @@
-"""Which method `auto` takes where the rounds of the best one are not captured yet."""
+"""Whether `auto` captures the best method, or uses another one because a capture would not pay."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from longspec.engine.auto import MethodFitter, Outlook, Policy
 from longspec.engine.device import Device
 
 RunningRows = tuple[Sequence[Outlook], Sequence[int] | None, int, int]
-"""What `Policy.pick` wants to know of the rows that run: outlooks, runs, number of rows, context."""
+"""The first arguments of `Policy.pick`: outlooks, runs, number of rows, context."""
 _Graph = tuple[Method, int, bool]
 """The name of a captured round: the fitted method, the number of rows, and whether any row is sampled."""
 
@@ -36,13 +36,14 @@ class Captures:
         sampled: bool,
         num_left: int,
     ) -> Method:
-        """The method for rows that may emit `num_left` more tokens each. It may have to be captured."""
+        """The method for rows that may emit `num_left` more tokens each. If it is not captured yet, it should
+        be."""
         wanted = policy.pick(*rows, max_nodes)
 
         def graph(method: Method) -> _Graph:
             return self._fit(method, draws), rows[2], sampled
 
-        if not self._device.captures or self._device.is_ready(*graph(wanted)):
+        if self._device.is_ready(*graph(wanted)):
             return wanted
         delays = {
             method: max(self._device.capture_seconds - self._lost[graph(method)], 0.0) / num_left

@@ -263,8 +263,10 @@ class Loop:
         context = sum(seat.length for seat in seats) // len(seats)
         num_rows = self.device.bucket(self.scheduler.num_rows)
         outlooks = [seat.outlook for seat in seats]
-        num_left = max(1, *(seat.sequence.limit - seat.num_tokens for seat in seats))
         rows = (outlooks, runs, num_rows, context)
+        if not self.device.captures:
+            return self.policy.pick(*rows, auto.max_nodes), runs
+        num_left = max(1, *(seat.sequence.limit - seat.num_tokens for seat in seats))
         return self._captures.pick(self.policy, rows, auto.max_nodes, draws, sampled, num_left), runs
 
     def _have_pages(self, seats: list[Seat], num_entries: int) -> bool:

@@ -21,14 +21,17 @@ enum { LANES = 16, ROWS = 8 };
 enum { LANES = 8, ROWS = 4 };
 #endif
 enum { QUERIES = 4, KEYS = 64, MOST_DIM = 256 };
+/* Inputs of a product after which it asks for more weights. */
+enum { PART = 32 };
 
 /* Vectors need not be aligned in memory. */
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Sums __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int16_t Pairs __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 
-/* What weights are kept in. */
+/* What weights are kept in, and how many bytes each of them takes. */
 enum { INT8, FP32, BF16, FP16, GRID };
+static const int64_t WEIGHT_BYTES[] = {1, 4, 2, 2, 1};
 enum { MOST_LEVEL = 255 };
 
 /* A matrix [num_out, num_in]. In int8, `weight` is padded to [outputs / LANES, inputs / 2, LANES, 2], `scales` and
@@ -43,12 +46,24 @@ typedef struct {
 } Matrix;
 
 /* Do the items of a job with so many threads: those of OpenMP, which torch has too, because threads of another
-   kind would wait for the processors on which torch's spin. They take items one by one, so one that the system
-   holds up takes fewer. */
+   kind would wait for the processors on which torch's spin. Each thread takes the items of its own part one after
+   the other, so that it can fetch the next one early, and then those that are left of other parts, because the
+   system may hold up a thread. */
 typedef void Work(const void *job, int64_t item);
 static void share(Work *work, const void *job, int64_t items, int threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (items > 1 && threads > 1)
-    for (int64_t item = 0; item < items; item++) work(job, item);
+    if (items == 1 || threads == 1) {
+        for (int64_t item = 0; item < items; item++) work(job, item);
+        return;
+    }
+    struct { _Alignas(64) int64_t next; } parts[threads]; /* each in a line of the cache */
+    for (int part = 0; part < threads; part++) parts[part].next = items * part / threads;
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+    for (int own = 0; own < threads; own++)
+        for (int turn = 0; turn < threads; turn++) {
+            int part = (own + turn) % threads;
+            int64_t item, end = items * (part + 1) / threads;
+            while ((item = __atomic_fetch_add(&parts[part].next, 1, __ATOMIC_RELAXED)) < end) work(job, item);
+        }
 }
 
 /* What a product does with its input first. */
@@ -251,12 +266,29 @@ static const float *grid_of(const Matrix *matrix, int64_t block) {
     return matrix->scales + block * (matrix->num_in / matrix->run) * 2 * LANES;
 }
 
+/* Ask for memory that is needed soon. */
+static inline void fetch(const void *place, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)place + at, 0, 2);
+}
+
+/* While two blocks are multiplied, ask for the same inputs' weights of the next two, because a block ends before
+   the processor has noticed that it is read in order. fp32 blocks are longer. Only the first rows ask: then the
+   others find the weights near. */
+static inline __attribute__((always_inline)) void fetch_next(const void *weight, int64_t n, int64_t input,
+                                                             int64_t num_inputs, int64_t row, const int kept_in) {
+    int64_t bytes = WEIGHT_BYTES[kept_in];
+    if (row || kept_in == FP32) return;
+    for (int b = 2; b < 4; b++)
+        fetch((const uint8_t *)weight + (b * n + input) * LANES * bytes, num_inputs * LANES * bytes);
+}
+
 /* Two blocks of LANES outputs, or one, of `count` rows from `row` on; `weight` is that of the first block. */
 static inline __attribute__((always_inline)) void int8_outputs(const Product *one, const int8_t *weight, int64_t block,
                                                                const int blocks, int64_t row, const int count) {
     int64_t pairs = (one->matrix->num_in + 1) / 2;
     Sums sums[ROWS][2] = {{{0}}};
     for (int64_t i = 0; i < pairs; i++) {
+        if (i % (PART / 2) == 0) fetch_next(weight, 2 * pairs, 2 * i, PART, row, INT8);
         Pairs first = widened(weight + i * 2 * LANES);
         Pairs second = blocks == 2 ? widened(weight + (pairs + i) * 2 * LANES) : first;
 #pragma GCC unroll 8
@@ -280,17 +312,23 @@ static inline __attribute__((always_inline)) void float_outputs(const Product *o
                                                                 const int kept_in) {
     int64_t n = one->matrix->num_in, run = kept_in == GRID ? one->matrix->run : n;
     const float *x = one->changed + row * n, *grid = kept_in == GRID ? grid_of(one->matrix, block) : NULL;
+    int64_t part = kept_in == GRID ? run : PART, grids = n / run * 2 * LANES; /* of a block */
     Vector sums[ROWS][2] = {{{0}}};
-    for (int64_t i = 0, end = run; i < n; end += run, grid += 2 * LANES)
+    for (int64_t i = 0; i < n; grid += 2 * LANES) {
+        int64_t end = i + part < n ? i + part : n;
+        fetch_next(weight, n, i, end - i, row, kept_in);
+        if (kept_in == GRID && !row)
+            for (int b = 2; b < 4; b++) fetch(grid + b * grids, 2 * LANES * sizeof *grid);
         for (; i < end; i++) {
             Vector first = weights_at(weight, i * LANES, kept_in, grid), second = first;
-            if (blocks == 2) second = weights_at(weight, (n + i) * LANES, kept_in, grid + n / run * 2 * LANES);
+            if (blocks == 2) second = weights_at(weight, (n + i) * LANES, kept_in, grid + grids);
 #pragma GCC unroll 8
             for (int r = 0; r < count; r++) {
                 sums[r][0] = add_scaled(sums[r][0], x[r * n + i], first);
                 if (blocks == 2) sums[r][1] = add_scaled(sums[r][1], x[r * n + i], second);
             }
         }
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < count; r++)
         for (int b = 0; b < blocks; b++) put(one, row + r, block + b, sums[r][b]);
@@ -349,8 +387,7 @@ static void grid_columns(const Product *one, const uint8_t *weight, int64_t bloc
 
 /* All blocks of an item. */
 static inline __attribute__((always_inline)) void multiply(const Product *one, int64_t item, const int kept_in) {
-    static const int sizes[] = {1, 4, 2, 2, 1}; /* of a weight, in bytes */
-    int64_t n = one->matrix->num_in, size = (kept_in == INT8 ? (n + 1) / 2 * 2 : n) * sizes[kept_in];
+    int64_t n = one->matrix->num_in, size = (kept_in == INT8 ? (n + 1) / 2 * 2 : n) * WEIGHT_BYTES[kept_in];
     int64_t blocks = (one->matrix->num_out + LANES - 1) / LANES, last = (item + 1) * one->pairs_per_item * 2;
     Vector *expanded = kept_in == GRID && one->num_rows >= 8 * ROWS ? malloc(2 * n * sizeof *expanded) : NULL;
     for (int64_t block = item * one->pairs_per_item * 2; block < last && block < blocks; block += 2) {

@@ -22,18 +22,22 @@ def find(text: Tensor, ends: Tensor, min_run: int = MIN_RUN, max_run: int = MAX_
     Returns the run's length, at most `max_run`, and 0 if it is below `min_run`; and the index of the token
     that followed the run there. Both are [B].
     """
-    index = torch.arange(text.shape[1], device=ends.device)
-    is_match = index < ends[:, None]
-    runs = torch.zeros_like(text)
-    for back in range(1, max_run + 1):
+    size = text.shape[1]
+    is_match = torch.arange(size, device=ends.device)[min_run:] < ends[:, None]
+    for back in range(1, min_run + 1):
         last = text.gather(1, (ends - back).clamp(min=0)[:, None])
-        is_match = is_match & (index >= back) & (text.roll(back, 1) == last)
-        if not bool(is_match.any()):
-            break  # no longer run can match
-        runs += is_match
-    runs = torch.where(runs >= min_run, runs, 0)
-    best = (runs * text.shape[1] + index).argmax(1, keepdim=True)
-    return runs.gather(1, best)[:, 0], best[:, 0]
+        is_match &= text[:, min_run - back : size - back] == last
+    # There are few places where so many tokens match, so only there more are compared.
+    rows, places = is_match.nonzero(as_tuple=True)
+    places = places + min_run
+    backs = torch.arange(1, max_run + 1, device=ends.device)
+    before, last = places[:, None] - backs, ends[rows][:, None] - backs
+    equal = (text[rows[:, None], before.clamp(min=0)] == text[rows[:, None], last.clamp(min=0)]) & (
+        before >= 0
+    )
+    found = torch.zeros_like(ends)
+    found.scatter_reduce_(0, rows, equal.cumprod(1).sum(1) * size + places, "amax")
+    return found // size, found % size
 
 
 def graft(

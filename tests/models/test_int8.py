@@ -123,7 +123,7 @@ def test_one_call_for_a_level_is_the_layer_by_torch(
     for is_native in (True, False):
         draft = tiny_draft(target, qkv_bias=True, cross_layers=(0, 2, 4), final_norm=True)
         engine = Engine(target, *prepare_draft(draft, target, kind), size=EngineSize(3, 160, 16, 40))
-        assert NativeDraftPass.covers(draft, engine.models.pages, target.attention, 5)
+        assert NativeDraftPass.covers(draft, engine.models.pages, target.attention)
         if not is_native:
             monkeypatch.setattr(NativeDraftPass, "covers", lambda *_: False)
         said = [ask(engine, [one], VANILLA, new=30)[0].tokens for one in prompts]

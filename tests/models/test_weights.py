@@ -223,6 +223,25 @@ def test_a_trees_nodes_have_the_numbers_of_vanilla_steps(name: str) -> None:
             assert torch.equal(found[0, 0], of_tree[0, node])
 
 
+@pytest.mark.parametrize("name", [*FLOATS, "int8"])
+def test_a_prompt_has_the_same_numbers_however_it_is_cut(name: str) -> None:
+    torch.manual_seed(0)
+    target, prompt = target_in(name), torch.randint(64, (1, 600))
+    tables = torch.randperm(40, dtype=torch.int32)[None]
+    found = []
+    for sizes in ([600], [70, 1, 65, 464], [3, 64, 533], [1] * 600):
+        pages = Pages.empty(target.config, 40, 16, target.device, target.kv_dtype)
+        hidden, start = [], 0
+        with torch.inference_mode():
+            for size in sizes:
+                tokens = prompt[:, start : start + size]
+                hidden.append(pass_over(target, pages, tables, torch.tensor([start]), tokens))
+                start += size
+        found.append((torch.cat(hidden, 1), pages.keys, pages.values))
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8)], ids=["greedy", "sampled"])
 def test_every_method_says_what_vanilla_says(name: str, sampling: Sampling) -> None:
@@ -316,6 +335,7 @@ def test_older_processors_get_the_same_bits_for_a_node(
             test_a_ggufs_weights_keep_8_bits_and_the_products_of_fp32(kind)
         for name in (*FLOATS, "int8"):
             test_a_trees_nodes_have_the_numbers_of_vanilla_steps(name)
+            test_a_prompt_has_the_same_numbers_however_it_is_cut(name)
     finally:
         _load.cache_clear()
 

@@ -1,4 +1,4 @@
-"""Attention on a CPU by our C code, for few queries; with many, torch's kernels are faster."""
+"""Attention on a CPU by our C code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from longspec.attention.base import AttentionPlan
 from longspec.attention.torch_backend import TorchAttention
 from longspec.native.build import Context, code
 
-_MOST_QUERIES = 64
 # Heads of whole vectors.
 _HEAD_DIMS = range(16, 257, 16)
 
@@ -19,28 +18,28 @@ _HEAD_DIMS = range(16, 257, 16)
 class NativeAttention(TorchAttention):
     """A query gets the same bits whatever is computed beside it: keys are added in the order of its text."""
 
-    def covers(self, k: Tensor, num_queries: int) -> bool:
-        """Whether the C code attends with so many queries per row to keys like k."""
+    def covers(self, k: Tensor) -> bool:
+        """Whether the C code attends to keys like k."""
         fits = k.dtype == torch.float32 and k.shape[-1] in _HEAD_DIMS and k.stride(-1) == 1
-        return fits and k.device.type == "cpu" and num_queries <= _MOST_QUERIES
+        return fits and k.device.type == "cpu"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        if not self.covers(k, q.shape[1]):
+        if not self.covers(k):
             return super().attend(q, k, v, plan)
         return _attend(q, Seen(k, v, plan.lengths, plan.num_new, plan.tree, plan))
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        if not self.covers(k, q.shape[1]):
+        if not self.covers(k):
             return super().prefix(q, k, v, plan)
         return _attend(q, Seen(k, v, plan.lengths, plan=plan))
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.covers(k, q.shape[1]):
+        if not self.covers(k):
             return super().masked(q, k, v, sees)
         return _attend(q, Seen(k, v, None, k.shape[2], sees))
 
     def filled(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.covers(k, q.shape[1]):
+        if not self.covers(k):
             return super().filled(q, k, v, counts)
         return _attend(q, Seen(k, v, counts))
 

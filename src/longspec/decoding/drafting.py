@@ -200,7 +200,7 @@ class _PlainDrafting(_Drafting):
         stream = stream.clone() if feature is None else stream + feature
         if (parents := self._parents(level, ops)) is not None:
             stream = stream + parents
-        if NativeDraftPass.covers(self.draft, pages, target.attention, len(level)):
+        if NativeDraftPass.covers(self.draft, pages, target.attention):
             if entries is None:
                 entries = torch.arange(ring.window + level.start, ring.window + level.stop).expand_as(tokens)
             native = NativeDraftPass(self.draft, ring, pages, self.plan, target.rope.table)

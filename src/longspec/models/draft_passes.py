@@ -69,9 +69,9 @@ class NativeDraftPass:
         ((self._keys, self._values),) = _cross_pages(pages, draft.config.layers_of(draft.target_config))
 
     @staticmethod
-    def covers(draft: GlideDraft, pages: Pages, attention: Attention, num_queries: int) -> bool:
-        """Whether the C code has products for this draft and attends with so many queries per row."""
-        is_native = isinstance(attention, NativeAttention) and attention.covers(pages.keys, num_queries)
+    def covers(draft: GlideDraft, pages: Pages, attention: Attention) -> bool:
+        """Whether the C code has products for this draft and attends to such keys."""
+        is_native = isinstance(attention, NativeAttention) and attention.covers(pages.keys)
         layers = draft.config.layers_of(draft.target_config)
         return is_native and ops_of(draft.ffn) is NATIVE and len(_cross_pages(pages, layers)) == 1
 

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from longspec.models.target import Transformer
 
 
+# Tokens of a row up to which all layers are one C call. A longer one would keep Ctrl-C waiting.
+_FEW_TOKENS = 64
+
+
 class NativeOps(PlainOps):
     """What is around products, computed with them."""
 
@@ -66,7 +70,7 @@ def ops_of(ffn: FeedForward) -> Ops:
 
 @dataclass(frozen=True)
 class NativePass(BlockByBlock):
-    """Writes the new tokens' KV into the pages and attends, for few tokens per row."""
+    """Writes the new tokens' KV into the pages and attends."""
 
     pages: Pages
     attention: NativeAttention
@@ -91,7 +95,7 @@ class NativePass(BlockByBlock):
     ) -> NativePass | None:
         """A pass as `paged_pass` describes it; None where this cannot do it."""
         attention, first = target.attention, target.first_block.attention
-        if not isinstance(attention, NativeAttention) or not attention.covers(pages.keys, positions.shape[1]):
+        if not isinstance(attention, NativeAttention) or not attention.covers(pages.keys):
             return None
         # In training a norm may be empty, or torch's own kind of share.
         norm = first.q_norm
@@ -115,7 +119,7 @@ class NativePass(BlockByBlock):
         return cls(pages, attention, plan, end, writing, kept, layers, ops)
 
     def through(self, blocks: Sequence[Block], stream: Stream) -> Stream:
-        if self.layers is None:
+        if self.layers is None or stream.shape[1] > _FEW_TOKENS:
             return super().through(blocks, stream)
         to, plan, stream = self.writing, self.plan, stream.contiguous()
         k, v = self.pages.layer(0)

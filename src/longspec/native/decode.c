@@ -14,20 +14,26 @@
 #include <immintrin.h>
 #endif
 
-/* Numbers in a vector, and rows that a product computes at a time: as many as registers hold sums of. */
+/* Numbers in a vector. What is computed at a time, as much as registers hold sums of: rows of a product; vectors of
+   keys, for the scores of QUERIES queries; and queries for which values are weighed. */
 #if defined(__AVX512BW__)
-enum { LANES = 16, ROWS = 8 };
+enum { LANES = 16, ROWS = 8, TILES = 4, WEIGHED = 4 };
 #else
-enum { LANES = 8, ROWS = 4 };
+enum { LANES = 8, ROWS = 4, TILES = 2, WEIGHED = 2 };
 #endif
 enum { QUERIES = 4, KEYS = 64, MOST_DIM = 256 };
-/* Inputs of a product after which it asks for more weights. */
-enum { PART = 32 };
+/* Rows of a product that are computed before the next ones, so that they stay in the processor's cache, and queries
+   whose scores with all keys are kept at a time. */
+enum { MOST_ROWS = 512, MOST_QUERIES = 48 };
+/* Inputs of a product after which it asks for more weights, and how many keys and values attention asks for ahead. */
+enum { PART = 32, KEYS_AHEAD = 32, VALUES_AHEAD = 16 };
 
 /* Vectors need not be aligned in memory. */
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Sums __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int16_t Pairs __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+/* A float, or a pair of numbers of 16 bits. */
+typedef int32_t Word __attribute__((may_alias));
 
 /* What weights are kept in, and how many bytes each of them takes. */
 enum { INT8, FP32, BF16, FP16, GRID };
@@ -85,13 +91,6 @@ static inline Pairs widened(const int8_t *weights) {
 #endif
 }
 
-/* Two numbers of a row, for each of LANES outputs. */
-static inline Pairs repeated(const int16_t *row) {
-    int32_t both;
-    memcpy(&both, row, sizeof both);
-    return (Pairs)((Sums){0} + both);
-}
-
 static inline Sums add_products(Sums sums, Pairs weights, Pairs row) {
 #if defined(__AVX512VNNI__)
     return (Sums)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)weights, (__m512i)row);
@@ -106,15 +105,52 @@ static inline Sums add_products(Sums sums, Pairs weights, Pairs row) {
 #endif
 }
 
-/* sums + x * y with one rounding, where the processor has that. Written out, because a compiler that may choose
-   chooses differently in different loops, and then a tree's node gets other bits than a plain step. */
-static inline Vector add_scaled(Vector sums, float x, Vector y) {
+/* A vector that stays in a register: compilers like to load it again for each use, but a processor that multiplies as
+   fast as it loads has no time for that. */
+static inline Vector loaded(const float *place) {
+    Vector vector = *(const Vector *)place;
 #if defined(__AVX512BW__)
-    return (Vector)_mm512_fmadd_ps(_mm512_set1_ps(x), (__m512)y, (__m512)sums);
+    __asm__("" : "+v"(vector));
+#elif defined(__AVX2__)
+    __asm__("" : "+x"(vector));
+#endif
+    return vector;
+}
+
+static inline Vector all_of(float x) {
+#if defined(__AVX512BW__)
+    return (Vector)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+    return (Vector)_mm256_set1_ps(x);
+#else
+    Vector all;
+    for (int l = 0; l < LANES; l++) all[l] = x;
+    return all;
+#endif
+}
+
+/* x * y + sums with one rounding, where the processor has that. Written out, because a compiler that may choose
+   chooses differently in different loops, and then a tree's node gets other bits than a plain step. */
+static inline Vector multiply_add(Vector x, Vector y, Vector sums) {
+#if defined(__AVX512BW__)
+    return (Vector)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sums);
 #elif defined(__AVX2__) && defined(__FMA__)
-    return (Vector)_mm256_fmadd_ps(_mm256_set1_ps(x), (__m256)y, (__m256)sums);
+    return (Vector)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sums);
 #else
     return sums + x * y;
+#endif
+}
+
+static inline Vector add_scaled(Vector sums, float x, Vector y) { return multiply_add(all_of(x), y, sums); }
+
+static inline Vector larger(Vector x, Vector y) {
+#if defined(__AVX512BW__)
+    return (Vector)_mm512_max_ps((__m512)x, (__m512)y);
+#elif defined(__AVX2__)
+    return (Vector)_mm256_max_ps((__m256)x, (__m256)y);
+#else
+    for (int l = 0; l < LANES; l++) x[l] = x[l] > y[l] ? x[l] : y[l];
+    return x;
 #endif
 }
 
@@ -132,10 +168,10 @@ static inline Vector all_on_grid(const uint8_t *levels, const float *grid) {
     Vector steps = *(const Vector *)grid, bases = *(const Vector *)(grid + LANES);
 #if defined(__AVX512BW__)
     __m512 wide = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)levels)));
-    return (Vector)_mm512_fmadd_ps((__m512)steps, wide, (__m512)bases);
+    return multiply_add(steps, (Vector)wide, bases);
 #elif defined(__AVX2__) && defined(__FMA__)
     __m256 wide = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)levels)));
-    return (Vector)_mm256_fmadd_ps((__m256)steps, wide, (__m256)bases);
+    return multiply_add(steps, (Vector)wide, bases);
 #else
     for (int l = 0; l < LANES; l++) bases[l] = on_grid(bases[l], steps[l], levels[l]);
     return bases;
@@ -145,7 +181,7 @@ static inline Vector all_on_grid(const uint8_t *levels, const float *grid) {
 /* LANES weights from `index` on, in fp32, which has all numbers of bf16 and fp16; `grid` is that of their run. */
 static inline __attribute__((always_inline)) Vector weights_at(const void *weight, int64_t index, const int kept_in,
                                                                const float *grid) {
-    if (kept_in == FP32) return *(const Vector *)((const float *)weight + index);
+    if (kept_in == FP32) return loaded((const float *)weight + index);
     if (kept_in == GRID) return all_on_grid((const uint8_t *)weight + index, grid);
     const uint16_t *halves = (const uint16_t *)weight + index;
 #if defined(__AVX512BW__)
@@ -174,22 +210,18 @@ static inline __attribute__((always_inline)) Vector weights_at(const void *weigh
 #endif
 }
 
-static inline float exponential(float x) {
-    /* e^x = 2^n e^r with |r| <= ln 2 / 2 */
-    float y = x < -87.0f ? -87.0f : x;
-    float n = rintf(y * 1.44269504f);
-    float r = y - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    int32_t bits = ((int32_t)n + 127) << 23;
-    float scale;
-    memcpy(&scale, &bits, 4);
-    return x < -87.0f ? 0.0f : p * scale;
+static inline Vector exponentials(Vector x) {
+    /* e^x = 2^n e^r with |r| <= ln 2 / 2. To add and subtract 1.5 * 2^23 rounds to whole numbers. */
+    Vector y = larger(x, all_of(-87.0f)), n = (y * 1.44269504f + 12582912.0f) - 12582912.0f;
+    Vector r = y - n * 0.693359375f + n * 2.12194440e-4f;
+    Vector p = multiply_add(all_of(1.9875691500e-4f), r, all_of(1.3981999507e-3f));
+    p = multiply_add(p, r, all_of(8.3334519073e-3f));
+    p = multiply_add(p, r, all_of(4.1665795894e-2f));
+    p = multiply_add(p, r, all_of(1.6666665459e-1f));
+    p = multiply_add(p, r, all_of(5.0000001201e-1f));
+    p = multiply_add(p * r, r, r + 1.0f);
+    Sums powers = (__builtin_convertvector(n, Sums) + 127) << 23;
+    return (Vector)((Sums)(p * (Vector)powers) & (Sums)(x >= -87.0f));
 }
 
 static float sum_of_squares(const float *x, int64_t n) {
@@ -225,6 +257,20 @@ static float round_row(const float *x, int64_t n, int64_t largest, int16_t *roun
     return peak / largest;
 }
 
+static inline Vector gated(Vector gate, Vector up) { return gate / (exponentials(-gate) + 1.0f) * up; }
+
+static void gate_row(const float *x, int64_t n, float *out) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        *(Vector *)(out + i) = gated(*(const Vector *)(x + i), *(const Vector *)(x + n + i));
+    if (i == n) return;
+    Vector gate = {0}, up = {0};
+    memcpy(&gate, x + i, (n - i) * sizeof *x);
+    memcpy(&up, x + n + i, (n - i) * sizeof *x);
+    gate = gated(gate, up);
+    memcpy(out + i, &gate, (n - i) * sizeof *x);
+}
+
 /* What a product reads: x, its norm, or the gated half of it. */
 static void change(int form, const float *x, const float *norm, float eps, int64_t n, float *out) {
     if (form == PLAIN)
@@ -232,7 +278,7 @@ static void change(int form, const float *x, const float *norm, float eps, int64
     else if (form == NORM)
         normalise(x, norm, eps, n, out);
     else
-        for (int64_t i = 0; i < n; i++) out[i] = x[i] / (1.0f + exponential(-x[i])) * x[n + i];
+        gate_row(x, n, out);
 }
 
 /* A product, cut into items of the same number of pairs of blocks. */
@@ -242,11 +288,27 @@ typedef struct {
     const float *x, *norm;
     float eps;
     int64_t num_rows, pairs_per_item;
-    int16_t *rounded; /* the rows for int8, */
-    float *units;     /* their units, */
-    float *changed;   /* and the rows for other weights */
+    Word *inputs; /* the rows after `form`: the first words of ROWS rows side by side, then the second ones, ... */
+    float *units; /* of the rows for int8; else NULL */
     float *out;
 } Product;
+
+/* How many words a row has. */
+static inline int64_t words_of(const Product *one) {
+    int64_t n = one->matrix->num_in;
+    return one->matrix->kept_in == INT8 ? (n + 1) / 2 : n;
+}
+
+/* How many rows' inputs lie side by side with those of a row, itself included. */
+static inline int64_t rows_beside(const Product *one, int64_t row) {
+    int64_t left = one->num_rows - row / ROWS * ROWS;
+    return left < ROWS ? left : ROWS;
+}
+
+/* The first of a row's inputs. */
+static inline Word *inputs_of(const Product *one, int64_t row) {
+    return one->inputs + row / ROWS * ROWS * words_of(one) + row % ROWS;
+}
 
 /* Put sums, or add them, to LANES outputs of a row; the last block of a matrix may have fewer. */
 static inline __attribute__((always_inline)) void put(const Product *one, int64_t row, int64_t block, Vector value) {
@@ -268,7 +330,7 @@ static const float *grid_of(const Matrix *matrix, int64_t block) {
 
 /* Ask for memory that is needed soon. */
 static inline void fetch(const void *place, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)place + at, 0, 2);
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)place + at);
 }
 
 /* While two blocks are multiplied, ask for the same inputs' weights of the next two, because a block ends before
@@ -282,10 +344,13 @@ static inline __attribute__((always_inline)) void fetch_next(const void *weight,
         fetch((const uint8_t *)weight + (b * n + input) * LANES * bytes, num_inputs * LANES * bytes);
 }
 
-/* Two blocks of LANES outputs, or one, of `count` rows from `row` on; `weight` is that of the first block. */
+/* Two blocks of LANES outputs, or one, of `count` rows from `row` on, whose inputs lie side by side with those of
+   `side` rows; `weight` is that of the first block. */
 static inline __attribute__((always_inline)) void int8_outputs(const Product *one, const int8_t *weight, int64_t block,
-                                                               const int blocks, int64_t row, const int count) {
-    int64_t pairs = (one->matrix->num_in + 1) / 2;
+                                                               const int blocks, int64_t row, const int count,
+                                                               const int64_t side) {
+    int64_t pairs = words_of(one);
+    const Word *x = inputs_of(one, row);
     Sums sums[ROWS][2] = {{{0}}};
     for (int64_t i = 0; i < pairs; i++) {
         if (i % (PART / 2) == 0) fetch_next(weight, 2 * pairs, 2 * i, PART, row, INT8);
@@ -293,9 +358,9 @@ static inline __attribute__((always_inline)) void int8_outputs(const Product *on
         Pairs second = blocks == 2 ? widened(weight + (pairs + i) * 2 * LANES) : first;
 #pragma GCC unroll 8
         for (int r = 0; r < count; r++) {
-            Pairs x = repeated(one->rounded + ((row + r) * pairs + i) * 2);
-            sums[r][0] = add_products(sums[r][0], first, x);
-            if (blocks == 2) sums[r][1] = add_products(sums[r][1], second, x);
+            Pairs both = (Pairs)((Sums){0} + x[i * side + r]);
+            sums[r][0] = add_products(sums[r][0], first, both);
+            if (blocks == 2) sums[r][1] = add_products(sums[r][1], second, both);
         }
     }
 #pragma GCC unroll 8
@@ -309,9 +374,10 @@ static inline __attribute__((always_inline)) void int8_outputs(const Product *on
 /* The same with weights that are no integers: inputs are added one after the other. */
 static inline __attribute__((always_inline)) void float_outputs(const Product *one, const void *weight, int64_t block,
                                                                 const int blocks, int64_t row, const int count,
-                                                                const int kept_in) {
+                                                                const int64_t side, const int kept_in) {
     int64_t n = one->matrix->num_in, run = kept_in == GRID ? one->matrix->run : n;
-    const float *x = one->changed + row * n, *grid = kept_in == GRID ? grid_of(one->matrix, block) : NULL;
+    const float *x = (const float *)inputs_of(one, row);
+    const float *grid = kept_in == GRID ? grid_of(one->matrix, block) : NULL;
     int64_t part = kept_in == GRID ? run : PART, grids = n / run * 2 * LANES; /* of a block */
     Vector sums[ROWS][2] = {{{0}}};
     for (int64_t i = 0; i < n; grid += 2 * LANES) {
@@ -324,8 +390,8 @@ static inline __attribute__((always_inline)) void float_outputs(const Product *o
             if (blocks == 2) second = weights_at(weight, (n + i) * LANES, kept_in, grid + grids);
 #pragma GCC unroll 8
             for (int r = 0; r < count; r++) {
-                sums[r][0] = add_scaled(sums[r][0], x[r * n + i], first);
-                if (blocks == 2) sums[r][1] = add_scaled(sums[r][1], x[r * n + i], second);
+                sums[r][0] = add_scaled(sums[r][0], x[i * side + r], first);
+                if (blocks == 2) sums[r][1] = add_scaled(sums[r][1], x[i * side + r], second);
             }
         }
     }
@@ -336,41 +402,48 @@ static inline __attribute__((always_inline)) void float_outputs(const Product *o
 
 static inline __attribute__((always_inline)) void outputs(const Product *one, const void *weight, int64_t block,
                                                           const int blocks, int64_t row, const int count,
-                                                          const int kept_in) {
+                                                          const int64_t side, const int kept_in) {
     if (kept_in == INT8)
-        int8_outputs(one, weight, block, blocks, row, count);
+        int8_outputs(one, weight, block, blocks, row, count, side);
     else
-        float_outputs(one, weight, block, blocks, row, count, kept_in);
+        float_outputs(one, weight, block, blocks, row, count, side, kept_in);
 }
 
 /* All rows of two blocks. */
 static inline __attribute__((always_inline)) void columns(const Product *one, const void *weight, int64_t block,
                                                           const int kept_in) {
     int64_t row = 0;
-    for (; row + ROWS <= one->num_rows; row += ROWS) outputs(one, weight, block, 2, row, ROWS, kept_in);
+    for (; row + ROWS <= one->num_rows; row += ROWS) outputs(one, weight, block, 2, row, ROWS, ROWS, kept_in);
     switch (one->num_rows - row) {
 #if defined(__AVX512BW__)
-    case 7: outputs(one, weight, block, 2, row, 7, kept_in); break;
-    case 6: outputs(one, weight, block, 2, row, 6, kept_in); break;
-    case 5: outputs(one, weight, block, 2, row, 5, kept_in); break;
-    case 4: outputs(one, weight, block, 2, row, 4, kept_in); break;
+    case 7: outputs(one, weight, block, 2, row, 7, 7, kept_in); break;
+    case 6: outputs(one, weight, block, 2, row, 6, 6, kept_in); break;
+    case 5: outputs(one, weight, block, 2, row, 5, 5, kept_in); break;
+    case 4: outputs(one, weight, block, 2, row, 4, 4, kept_in); break;
 #endif
-    case 3: outputs(one, weight, block, 2, row, 3, kept_in); break;
-    case 2: outputs(one, weight, block, 2, row, 2, kept_in); break;
-    case 1: outputs(one, weight, block, 2, row, 1, kept_in); break;
+    case 3: outputs(one, weight, block, 2, row, 3, 3, kept_in); break;
+    case 2: outputs(one, weight, block, 2, row, 2, 2, kept_in); break;
+    case 1: outputs(one, weight, block, 2, row, 1, 1, kept_in); break;
     }
 }
 
-static void prepare_row(const void *job, int64_t row) {
+/* Up to ROWS rows, because what lies side by side is written by one thread. */
+static void prepare_rows(const void *job, int64_t group) {
     const Product *one = job;
-    int64_t n = one->matrix->num_in, even = (n + 1) / 2 * 2;
-    const float *x = one->x + row * (one->form == GATED ? 2 * n : n);
-    float *changed = one->changed + row * n;
-    change(one->form, x, one->norm, one->eps, n, changed);
-    if (one->matrix->kept_in != INT8) return;
-    int16_t *rounded = one->rounded + row * even;
-    rounded[even - 1] = 0;
-    one->units[row] = round_row(changed, n, one->matrix->largest, rounded);
+    int64_t n = one->matrix->num_in, words = words_of(one), first = group * ROWS, side = rows_beside(one, first);
+    float *changed = malloc(n * sizeof *changed);
+    Word *rounded = one->units ? malloc(words * sizeof *rounded) : NULL, *inputs = inputs_of(one, first);
+    for (int64_t r = 0; r < side; r++) {
+        change(one->form, one->x + (first + r) * (one->form == GATED ? 2 * n : n), one->norm, one->eps, n, changed);
+        if (rounded) {
+            rounded[words - 1] = 0; /* the second number of the last pair may not be there */
+            one->units[first + r] = round_row(changed, n, one->matrix->largest, (int16_t *)rounded);
+        }
+        const Word *row = rounded ? rounded : (const Word *)changed;
+        for (int64_t i = 0; i < words; i++) inputs[i * side + r] = row[i];
+    }
+    free(rounded);
+    free(changed);
 }
 
 static __attribute__((noinline)) void fp32_columns(const Product *one, const void *weight, int64_t block) {
@@ -394,7 +467,8 @@ static inline __attribute__((always_inline)) void multiply(const Product *one, i
         const uint8_t *weight = (const uint8_t *)one->matrix->weight + block * size * LANES;
         if (block + 1 == blocks)
             /* A last block is rarely alone, so several rows at a time are not worth the time to compile them. */
-            for (int64_t row = 0; row < one->num_rows; row++) outputs(one, weight, block, 1, row, 1, kept_in);
+            for (int64_t row = 0; row < one->num_rows; row++)
+                outputs(one, weight, block, 1, row, 1, rows_beside(one, row), kept_in);
         else if (kept_in == FP32)
             fp32_columns(one, weight, block);
         else if (kept_in == GRID && expanded)
@@ -418,15 +492,19 @@ static Work *const multiplications[] = {multiply_int8, multiply_fp32, multiply_b
 void product(const Matrix *matrix, int form, const float *x, const float *norm, float eps, int64_t num_rows,
              int adds, float *out, int threads) {
     int64_t pairs = (matrix->num_out + 2 * LANES - 1) / (2 * LANES), items = pairs < 8 * threads ? pairs : 8 * threads;
-    int64_t per_item = (pairs + items - 1) / items, n = matrix->num_in;
-    float *changed = malloc(num_rows * n * sizeof *changed), *units = malloc(num_rows * sizeof *units);
-    int16_t *rounded = matrix->kept_in == INT8 ? malloc(num_rows * (n + 1) * sizeof *rounded) : NULL;
-    Product job = {matrix, form, adds, x, norm, eps, num_rows, per_item, rounded, units, changed, out};
-    share(prepare_row, &job, num_rows, num_rows < 8 ? 1 : threads);
-    share(multiplications[matrix->kept_in], &job, (pairs + per_item - 1) / per_item, threads);
-    free(rounded);
+    int64_t per_item = pairs / items, n = matrix->num_in, most = num_rows < MOST_ROWS ? num_rows : MOST_ROWS;
+    Word *inputs = malloc(most * n * sizeof *inputs);
+    float *units = matrix->kept_in == INT8 ? malloc(most * sizeof *units) : NULL;
+    for (int64_t row = 0; row < num_rows; row += most) {
+        int64_t count = num_rows - row < most ? num_rows - row : most;
+        const float *from = x + row * (form == GATED ? 2 * n : n);
+        float *to = out + row * matrix->num_out;
+        Product job = {matrix, form, adds, from, norm, eps, count, per_item, inputs, units, to};
+        share(prepare_rows, &job, (count + ROWS - 1) / ROWS, threads);
+        share(multiplications[matrix->kept_in], &job, (pairs + per_item - 1) / per_item, threads);
+    }
     free(units);
-    free(changed);
+    free(inputs);
 }
 
 /* Find the levels of `run` weights; returns whether all are exactly on the grid, by `on_grid` and, which is the
@@ -542,62 +620,12 @@ typedef struct {
     int64_t sinks, window; /* of the prefix, only the first and the last entries are seen; -1: all */
 } Context;
 
-/* Scores of `count` queries with LANES keys that are transposed to [D, LANES]. */
-static inline __attribute__((always_inline)) void score(const float **queries, const int count, const Vector *keys,
-                                                        int64_t dim, float scale, float *out, int64_t stride) {
-    Vector sums[QUERIES] = {{0}};
-    for (int64_t d = 0; d < dim; d++)
-#pragma GCC unroll 4
-        for (int q = 0; q < count; q++) sums[q] = add_scaled(sums[q], queries[q][d], keys[d]);
-#pragma GCC unroll 4
-    for (int q = 0; q < count; q++) *(Vector *)(out + q * stride) = sums[q] * scale;
-}
-
-static float largest(const float *x, int64_t n) {
-    float parts[LANES], peak = -FLT_MAX;
-    int64_t i = 0;
-    for (int l = 0; l < LANES; l++) parts[l] = -FLT_MAX;
-    for (; i + LANES <= n; i += LANES)
-        for (int l = 0; l < LANES; l++) parts[l] = x[i + l] > parts[l] ? x[i + l] : parts[l];
-    for (; i < n; i++) peak = x[i] > peak ? x[i] : peak;
-    for (int l = 0; l < LANES; l++) peak = parts[l] > peak ? parts[l] : peak;
-    return peak;
-}
-
-/* Turn the scores of `queries` queries into weights, in place; lse becomes the log of the sums of the
-   exponentiated scores. */
-static inline __attribute__((always_inline)) void weigh(float *scores, int64_t stride, const int queries,
-                                                        int64_t count, float *lse) {
-    float sums[QUERIES] = {0};
-    for (int q = 0; q < queries; q++) {
-        float *mine = scores + q * stride, peak = largest(mine, count);
-        for (int64_t i = 0; i < count; i++) mine[i] = exponential(mine[i] - peak);
-        lse[q] = peak;
-    }
-    /* One after the other: entries that a query does not see lie between those that it sees. Several queries at
-       a time, because an addition waits for the one before it. */
-    for (int64_t i = 0; i < count; i++)
-#pragma GCC unroll 4
-        for (int q = 0; q < queries; q++) sums[q] += scores[q * stride + i];
-    for (int q = 0; q < queries; q++) {
-        float *mine = scores + q * stride;
-        for (int64_t i = 0; i < count; i++) mine[i] /= sums[q];
-        lse[q] = count ? lse[q] + logf(sums[q]) : -INFINITY;
-    }
-}
-
-/* Add `count` weighted values to out, one after the other; `parts` is the head's size in vectors. */
-static inline __attribute__((always_inline)) void add_values(const float *weights, const float **values, int count,
-                                                             const int parts, float *out) {
-    Vector sums[MOST_DIM / LANES] = {{0}};
-#pragma GCC unroll 16
-    for (int p = 0; p < parts; p++) sums[p] = ((Vector *)out)[p];
-    for (int i = 0; i < count; i++)
-#pragma GCC unroll 16
-        for (int p = 0; p < parts; p++) sums[p] = add_scaled(sums[p], weights[i], ((const Vector *)values[i])[p]);
-#pragma GCC unroll 16
-    for (int p = 0; p < parts; p++) ((Vector *)out)[p] = sums[p];
-}
+/* What the queries of a row see: entries of the prefix, then own keys. It is the same in all layers. */
+typedef struct {
+    int64_t before, num_keys; /* keys of the prefix, and all of them */
+    int64_t *entries;         /* [num_keys] */
+    int64_t *own;             /* which of the own keys the last ones are, [num_keys - before] */
+} Keys;
 
 /* Collect those of a row's own keys that any of its queries sees; returns how many. To leave out the others
    changes no bit, because their weights would be 0. */
@@ -612,6 +640,35 @@ static int64_t seen_keys(const Context *to, int64_t row, int64_t *own) {
     return count;
 }
 
+static Keys keys_of(const Context *to, int64_t row) {
+    int64_t length = to->lengths ? to->lengths[row] : 0, skip_from = 0, skip_to = 0; /* entries that nobody sees */
+    if (to->window >= 0 && to->sinks < length - to->window) {
+        skip_from = to->sinks;
+        skip_to = length - to->window;
+    }
+    int64_t before = length - (skip_to - skip_from), most = before + to->num_own;
+    int64_t *entries = malloc((most + to->num_own + 1) * sizeof *entries), *own = entries + most;
+    int64_t num_keys = before + seen_keys(to, row, own);
+    for (int64_t i = 0; i < num_keys; i++) {
+        int64_t entry = i < skip_from ? i : i < before ? i + (skip_to - skip_from) : length + own[i - before];
+        if (to->tables)
+            entry = to->tables[row * to->num_pages + entry / to->page_size] * to->page_size + entry % to->page_size;
+        entries[i] = entry;
+    }
+    return (Keys){before, num_keys, entries, own};
+}
+
+static Keys *keys_of_rows(const Context *to) {
+    Keys *rows = malloc(to->num_rows * sizeof *rows);
+    for (int64_t row = 0; row < to->num_rows; row++) rows[row] = keys_of(to, row);
+    return rows;
+}
+
+static void free_keys(const Context *to, Keys *rows) {
+    for (int64_t row = 0; row < to->num_rows; row++) free(rows[row].entries);
+    free(rows);
+}
+
 /* Do `work` with `count`, at most QUERIES, as a constant: an addition waits for the one before it, so the loops
    over the queries must be unrolled. */
 #define EACH_COUNT(most, work)                                     \
@@ -622,106 +679,263 @@ static int64_t seen_keys(const Context *to, int64_t row, int64_t *own) {
         else { enum { count = 1 }; work; }                         \
     } while (0)
 
-/* Queries first..last-1 of a row that share a KV head. Numbered by token, then by head. */
-static void attend_head(const Context *to, int64_t row, int64_t kv_head, int64_t first_query, int64_t last_query,
-                        const float *q, float *out, float *lse) {
-    int64_t D = to->head_dim, H = to->num_heads, group = H / (to->num_layers * to->num_kv_heads);
-    int64_t length = to->lengths ? to->lengths[row] : 0, queries = last_query - first_query;
-    int64_t skip_from = 0, skip_to = 0; /* entries that nobody sees */
-    if (to->window >= 0 && to->sinks < length - to->window) {
-        skip_from = to->sinks;
-        skip_to = length - to->window;
-    }
-    int64_t *own = malloc((to->num_own + 1) * sizeof *own), num_own = seen_keys(to, row, own);
-    int64_t before = length - (skip_to - skip_from), num_keys = before + num_own;
-    int64_t stride = (num_keys + LANES - 1) / LANES * LANES;
-    const float **keys = malloc((2 * num_keys + queries) * sizeof *keys);
-    const float **values = keys + num_keys, **heads = values + num_keys;
-    float *scores = malloc((queries * (stride + 1) + 1) * sizeof *scores), *logs = scores + queries * stride;
-    int64_t base = row * to->row_stride + kv_head / to->num_kv_heads * to->layer_stride +
-                   kv_head % to->num_kv_heads * to->head_stride;
-    for (int64_t i = 0; i < num_keys; i++) {
-        int64_t entry = i < skip_from ? i : i < before ? i + (skip_to - skip_from) : length + own[i - before];
-        if (to->tables)
-            entry = to->tables[row * to->num_pages + entry / to->page_size] * to->page_size + entry % to->page_size;
-        keys[i] = to->keys + base + entry * D;
-        values[i] = to->values + base + entry * D;
-    }
-    for (int64_t query = 0; query < queries; query++) {
-        int64_t token = (first_query + query) / group, head = kv_head * group + (first_query + query) % group;
-        heads[query] = q + row * to->query_row_stride + token * to->query_stride + head * D;
-    }
-    float scale = 1.0f / sqrtf((float)D);
-    for (int64_t first = 0; first < num_keys; first += LANES) {
-        Vector turned[MOST_DIM];
-        for (int l = 0; l < LANES; l++) {
-            const float *key = keys[first + l < num_keys ? first + l : num_keys - 1];
-            for (int64_t d = 0; d < D; d++) turned[d][l] = key[d];
+/* Transpose LANES keys of `dim` numbers to [dim, LANES], as tile `t` of those side by side. */
+static inline void turn(const float **keys, int64_t dim, Vector (*turned)[TILES], int64_t t) {
+    for (int64_t d = 0; d < dim; d += 4) {
+#if defined(__AVX512BW__)
+        __m512 four[4], low[2], high[2];
+        for (int j = 0; j < 4; j++) {
+            four[j] = _mm512_castps128_ps512(_mm_loadu_ps(keys[j] + d));
+            four[j] = _mm512_insertf32x4(four[j], _mm_loadu_ps(keys[j + 4] + d), 1);
+            four[j] = _mm512_insertf32x4(four[j], _mm_loadu_ps(keys[j + 8] + d), 2);
+            four[j] = _mm512_insertf32x4(four[j], _mm_loadu_ps(keys[j + 12] + d), 3);
         }
-        for (int64_t query = 0; query < queries; query += QUERIES)
-            EACH_COUNT(queries - query,
-                       score(heads + query, count, turned, D, scale, scores + query * stride + first, stride));
-    }
-    for (int64_t query = 0; query < queries; query++) {
-        float *mine = scores + query * stride;
-        int64_t token = (first_query + query) / group, head = kv_head * group + (first_query + query) % group;
-        const uint8_t *sees = to->sees ? to->sees + row * to->sees_stride + token * to->num_own : NULL;
-        for (int64_t i = 0; i < num_own; i++)
-            if (sees ? !sees[own[i]] : own[i] > token) mine[before + i] = -INFINITY;
-        memset(out + ((row * to->num_queries + token) * H + head) * D, 0, D * sizeof *out);
-    }
-    for (int64_t query = 0; query < queries; query += QUERIES)
-        EACH_COUNT(queries - query, weigh(scores + query * stride, stride, count, num_keys, logs + query));
-    for (int64_t query = 0; query < queries; query++) {
-        int64_t token = (first_query + query) / group, head = kv_head * group + (first_query + query) % group;
-        lse[(row * to->num_queries + token) * H + head] = logs[query];
-    }
-    for (int64_t first = 0; first < num_keys; first += KEYS) {
-        int tile = first + KEYS <= num_keys ? KEYS : (int)(num_keys - first);
-        for (int64_t query = 0; query < queries; query++) {
-            int64_t token = (first_query + query) / group, head = kv_head * group + (first_query + query) % group;
-            const float *weights = scores + query * stride + first;
-            float *sum = out + ((row * to->num_queries + token) * H + head) * D;
-            if (D == 64)
-                add_values(weights, values + first, tile, 64 / LANES, sum);
-            else if (D == 128)
-                add_values(weights, values + first, tile, 128 / LANES, sum);
-            else
-                add_values(weights, values + first, tile, (int)(D / LANES), sum);
+        for (int j = 0; j < 2; j++) {
+            low[j] = _mm512_unpacklo_ps(four[2 * j], four[2 * j + 1]);
+            high[j] = _mm512_unpackhi_ps(four[2 * j], four[2 * j + 1]);
         }
+        turned[d][t] = (Vector)_mm512_unpacklo_pd((__m512d)low[0], (__m512d)low[1]);
+        turned[d + 1][t] = (Vector)_mm512_unpackhi_pd((__m512d)low[0], (__m512d)low[1]);
+        turned[d + 2][t] = (Vector)_mm512_unpacklo_pd((__m512d)high[0], (__m512d)high[1]);
+        turned[d + 3][t] = (Vector)_mm512_unpackhi_pd((__m512d)high[0], (__m512d)high[1]);
+#elif defined(__AVX2__)
+        __m256 four[4], low[2], high[2];
+        for (int j = 0; j < 4; j++) {
+            four[j] = _mm256_castps128_ps256(_mm_loadu_ps(keys[j] + d));
+            four[j] = _mm256_insertf128_ps(four[j], _mm_loadu_ps(keys[j + 4] + d), 1);
+        }
+        for (int j = 0; j < 2; j++) {
+            low[j] = _mm256_unpacklo_ps(four[2 * j], four[2 * j + 1]);
+            high[j] = _mm256_unpackhi_ps(four[2 * j], four[2 * j + 1]);
+        }
+        turned[d][t] = (Vector)_mm256_unpacklo_pd((__m256d)low[0], (__m256d)low[1]);
+        turned[d + 1][t] = (Vector)_mm256_unpackhi_pd((__m256d)low[0], (__m256d)low[1]);
+        turned[d + 2][t] = (Vector)_mm256_unpacklo_pd((__m256d)high[0], (__m256d)high[1]);
+        turned[d + 3][t] = (Vector)_mm256_unpackhi_pd((__m256d)high[0], (__m256d)high[1]);
+#else
+        for (int j = 0; j < 4; j++)
+            for (int l = 0; l < LANES; l++) turned[d + j][t][l] = keys[l][d + j];
+#endif
     }
-    free(scores);
-    free(keys);
-    free(own);
 }
 
+/* Scores, KEYS apart, of `count` queries, whose numbers lie side by side, with `tiles` times LANES turned keys. */
+static inline __attribute__((always_inline)) void score(const float *queries, const int count, Vector (*keys)[TILES],
+                                                        const int tiles, int64_t dim, float scale, float *out) {
+    Vector sums[QUERIES][TILES] = {{{0}}};
+    for (int64_t d = 0; d < dim; d++) {
+        Vector mine[TILES];
+#pragma GCC unroll 4
+        for (int t = 0; t < tiles; t++) mine[t] = loaded((const float *)(keys[d] + t));
+#pragma GCC unroll 4
+        for (int q = 0; q < count; q++)
+#pragma GCC unroll 4
+            for (int t = 0; t < tiles; t++) sums[q][t] = add_scaled(sums[q][t], queries[d * count + q], mine[t]);
+    }
+#pragma GCC unroll 4
+    for (int q = 0; q < count; q++)
+#pragma GCC unroll 4
+        for (int t = 0; t < tiles; t++) ((Vector *)(out + q * KEYS))[t] = sums[q][t] * scale;
+}
+
+/* Add weighted values to the sums of `count` queries, `parts` vectors of each, and the weights to `totals`, one after
+   the other: entries that a query does not see lie between those that it sees. Only the first queries ask for values
+   ahead. */
+static inline __attribute__((always_inline)) void add_values(const float *weights, const float *values, int64_t dim,
+                                                             const int64_t *entries, int num_values, int is_first,
+                                                             const int count, const int parts, float **outs,
+                                                             float *totals) {
+    Vector sums[QUERIES][4], all[QUERIES]; /* WEIGHED of them are used */
+#pragma GCC unroll 4
+    for (int q = 0; q < count; q++) {
+        all[q] = all_of(totals[q]);
+#pragma GCC unroll 4
+        for (int p = 0; p < parts; p++) sums[q][p] = ((const Vector *)outs[q])[p];
+    }
+    for (int i = 0; i < num_values; i++) {
+        Vector mine[4];
+        if (is_first && i + VALUES_AHEAD < num_values)
+            fetch(values + entries[i + VALUES_AHEAD] * dim, parts * sizeof *mine);
+#pragma GCC unroll 4
+        for (int p = 0; p < parts; p++) mine[p] = loaded(values + entries[i] * dim + p * LANES);
+#pragma GCC unroll 4
+        for (int q = 0; q < count; q++) {
+            Vector weight = all_of(weights[q * KEYS + i]);
+            all[q] += weight;
+#pragma GCC unroll 4
+            for (int p = 0; p < parts; p++) sums[q][p] = multiply_add(weight, mine[p], sums[q][p]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int q = 0; q < count; q++) {
+        totals[q] = all[q][0];
+#pragma GCC unroll 4
+        for (int p = 0; p < parts; p++) ((Vector *)outs[q])[p] = sums[q][p];
+    }
+}
+
+/* A pass of attention. The queries of a row that share a KV head are numbered by token, then by head. */
 typedef struct {
     const Context *to;
+    const Keys *rows;
     const float *q;
     float *out, *lse;
-    int64_t num_whole; /* heads of all rows whose queries stay together; */
-    int64_t parts;     /* into so many parts, those of the others are cut */
+    int64_t heads;       /* of keys and values, in all layers */
+    int64_t queries;     /* that share one */
+    int64_t num_first;   /* So many heads of all rows */
+    int64_t first_parts; /* have their queries cut into so many parts, */
+    int64_t parts;       /* and the other ones into so many. */
 } Attending;
+
+/* Some queries of a row that share a KV head. */
+typedef struct {
+    const Attending *one;
+    int64_t row, kv_head, first, count;
+    int64_t num_keys; /* that they see */
+    float *scores;    /* [keys / KEYS, count, KEYS] */
+    float *queries;   /* [count / QUERIES, D, QUERIES]; the last ones may be fewer */
+    float *peaks, *totals, **outs;
+} Head;
+
+/* Where the keys of a head begin, or its values. */
+static const float *of_head(const Head *head, const float *all) {
+    const Context *to = head->one->to;
+    return all + head->row * to->row_stride + head->kv_head / to->num_kv_heads * to->layer_stride +
+           head->kv_head % to->num_kv_heads * to->head_stride;
+}
+
+static void score_keys(const Head *head) {
+    const Keys *keys = head->one->rows + head->row;
+    int64_t D = head->one->to->head_dim, last = head->num_keys - 1;
+    const float *all = of_head(head, head->one->to->keys), *lanes[LANES];
+    float scale = 1.0f / sqrtf((float)D);
+    Vector turned[MOST_DIM][TILES];
+    for (int64_t first = 0, tiles; first <= last; first += tiles * LANES) {
+        tiles = first + (TILES - 1) * LANES <= last ? TILES : 1;
+        for (int64_t t = 0; t < tiles; t++) {
+            for (int l = 0; l < LANES; l++) {
+                int64_t key = first + t * LANES + l;
+                lanes[l] = all + keys->entries[key < last ? key : last] * D;
+                if (key + KEYS_AHEAD <= last) fetch(all + keys->entries[key + KEYS_AHEAD] * D, D * sizeof *all);
+            }
+            turn(lanes, D, turned, t);
+        }
+        float *out = head->scores + first / KEYS * KEYS * head->count + first % KEYS;
+        for (int64_t query = 0; query < head->count; query += QUERIES) {
+            const float *queries = head->queries + query * D;
+            if (tiles == TILES)
+                EACH_COUNT(head->count - query, score(queries, count, turned, TILES, D, scale, out + query * KEYS));
+            else
+                EACH_COUNT(head->count - query, score(queries, count, turned, 1, D, scale, out + query * KEYS));
+        }
+    }
+}
+
+/* Take out the own keys that a query does not see, and find its largest score. */
+static void mask_scores(const Head *head, int64_t query, int64_t token) {
+    const Context *to = head->one->to;
+    const Keys *keys = head->one->rows + head->row;
+    const uint8_t *sees = to->sees ? to->sees + head->row * to->sees_stride + token * to->num_own : NULL;
+    Vector peaks = all_of(-FLT_MAX);
+    for (int64_t i = 0; i < head->num_keys - keys->before; i++) {
+        int64_t key = keys->before + i, is_seen = sees ? sees[keys->own[i]] : keys->own[i] <= token;
+        if (!is_seen) head->scores[(key / KEYS * head->count + query) * KEYS + key % KEYS] = -INFINITY;
+    }
+    /* What lies behind the last key takes part in no sum. */
+    for (int64_t key = head->num_keys; key % LANES; key++)
+        head->scores[(key / KEYS * head->count + query) * KEYS + key % KEYS] = -INFINITY;
+    for (int64_t first = 0; first < head->num_keys; first += LANES)
+        peaks = larger(peaks, *(Vector *)(head->scores + (first / KEYS * head->count + query) * KEYS + first % KEYS));
+    head->peaks[query] = peaks[0];
+    for (int l = 1; l < LANES; l++) head->peaks[query] = peaks[l] > head->peaks[query] ? peaks[l] : head->peaks[query];
+}
+
+static void weigh_values(const Head *head) {
+    const Keys *keys = head->one->rows + head->row;
+    int64_t D = head->one->to->head_dim;
+    const float *all = of_head(head, head->one->to->values);
+    for (int64_t first = 0; first < head->num_keys; first += KEYS) {
+        const int64_t *entries = keys->entries + first;
+        int num_values = head->num_keys - first < KEYS ? (int)(head->num_keys - first) : KEYS;
+        for (int64_t query = 0; query < head->count; query += WEIGHED) {
+            const float *scores = head->scores + first * head->count + query * KEYS;
+            float weights[WEIGHED * KEYS], *outs[WEIGHED], again[WEIGHED] = {0}, *totals = head->totals + query;
+            int64_t left = head->count - query < WEIGHED ? head->count - query : WEIGHED;
+            for (int64_t q = 0; q < left; q++)
+                for (int64_t i = q * KEYS; i < q * KEYS + num_values; i += LANES)
+                    *(Vector *)(weights + i) = exponentials(*(const Vector *)(scores + i) - head->peaks[query + q]);
+            for (int64_t d = 0, parts; d < D; d += parts * LANES, totals = again) {
+                const float *values = all + d;
+                int is_first = query == 0;
+                for (int64_t q = 0; q < left; q++) outs[q] = head->outs[query + q] + d;
+                parts = d + 4 * LANES <= D ? 4 : 1;
+                if (parts == 4)
+                    EACH_COUNT(left,
+                               add_values(weights, values, D, entries, num_values, is_first, count, 4, outs, totals));
+                else
+                    EACH_COUNT(left,
+                               add_values(weights, values, D, entries, num_values, is_first, count, 1, outs, totals));
+            }
+        }
+    }
+}
+
+static void attend_head(const Attending *one, int64_t row, int64_t kv_head, int64_t first, int64_t end) {
+    const Context *to = one->to;
+    int64_t D = to->head_dim, group = to->num_heads / one->heads, count = end - first;
+    int64_t num_keys = one->rows[row].num_keys, last_seen = one->rows[row].before + (end - 1) / group;
+    /* A chain's queries see no own keys after their own. */
+    if (to->num_own && !to->sees && last_seen < num_keys) num_keys = last_seen + 1;
+    int64_t padded = (num_keys + KEYS - 1) / KEYS * KEYS;
+    float *scores = malloc(count * (padded + D + 2) * sizeof *scores), *queries = scores + count * padded;
+    float *peaks = queries + count * D, *outs[count];
+    Head head = {one, row, kv_head, first, count, num_keys, scores, queries, peaks, peaks + count, outs};
+    for (int64_t query = 0; query < count; query++) {
+        int64_t token = (first + query) / group, index = kv_head * group + (first + query) % group;
+        int64_t beside = query / QUERIES * QUERIES, side = count - beside < QUERIES ? count - beside : QUERIES;
+        const float *q = one->q + row * to->query_row_stride + token * to->query_stride + index * D;
+        for (int64_t d = 0; d < D; d++) queries[beside * D + d * side + query - beside] = q[d];
+        outs[query] = one->out + ((row * to->num_queries + token) * to->num_heads + index) * D;
+        memset(outs[query], 0, D * sizeof *q);
+        head.totals[query] = 0;
+    }
+    score_keys(&head);
+    for (int64_t query = 0; query < count; query++) mask_scores(&head, query, (first + query) / group);
+    weigh_values(&head);
+    for (int64_t query = 0; query < count; query++) {
+        int64_t token = (first + query) / group, index = kv_head * group + (first + query) % group;
+        float total = head.totals[query];
+        for (int64_t d = 0; d < D; d++) outs[query][d] = total > 0 ? outs[query][d] / total : 0;
+        one->lse[(row * to->num_queries + token) * to->num_heads + index] =
+            total > 0 ? peaks[query] + logf(total) : -INFINITY;
+    }
+    free(scores);
+}
 
 static void attend_part(const void *job, int64_t item) {
     const Attending *one = job;
-    const Context *to = one->to;
+    int64_t rest = item - one->num_first * one->first_parts, parts = rest < 0 ? one->first_parts : one->parts;
+    int64_t place = rest < 0 ? item / parts : one->num_first + rest / parts, part = (rest < 0 ? item : rest) % parts;
+    attend_head(one, place / one->heads, place % one->heads, one->queries * part / parts,
+                one->queries * (part + 1) / parts);
+}
+
+static void attend_keys(const Context *to, const Keys *rows, const float *q, float *out, float *lse, int threads) {
     int64_t heads = to->num_layers * to->num_kv_heads, queries = to->num_queries * (to->num_heads / heads);
-    int64_t is_whole = item < one->num_whole, rest = item - one->num_whole, parts = is_whole ? 1 : one->parts;
-    int64_t place = is_whole ? item : one->num_whole + rest / parts, part = is_whole ? 0 : rest % parts;
-    attend_head(to, place / heads, place % heads, queries * part / parts, queries * (part + 1) / parts, one->q,
-                one->out, one->lse);
+    /* If the heads do not divide by the threads, the last ones are cut into as few parts as make up for that,
+       because each part reads all keys. */
+    int64_t places = to->num_rows * heads, last = places % threads;
+    int64_t first_parts = (queries + MOST_QUERIES - 1) / MOST_QUERIES, parts = first_parts;
+    while (last * parts % threads && parts < queries) parts++;
+    Attending job = {to, rows, q, out, lse, heads, queries, places - last, first_parts, parts};
+    share(attend_part, &job, (places - last) * first_parts + last * parts, threads);
 }
 
 /* Attend with queries q; out is [rows, queries, H, D], lse [rows, queries, H]. */
 void attend(const Context *to, const float *q, float *out, float *lse, int threads) {
-    int64_t heads = to->num_layers * to->num_kv_heads, queries = to->num_queries * (to->num_heads / heads);
-    /* If the heads do not divide by the threads, the last ones are cut into as few parts as make up for that,
-       because each part reads all keys. */
-    int64_t places = to->num_rows * heads, cut = places % threads, parts = 1;
-    while (cut * parts % threads && parts < queries) parts++;
-    Attending job = {to, q, out, lse, places - cut, parts};
-    share(attend_part, &job, places - cut + cut * parts, threads);
+    Keys *rows = keys_of_rows(to);
+    attend_keys(to, rows, q, out, lse, threads);
+    free_keys(to, rows);
 }
 
 /* A decoder layer. */
@@ -741,6 +955,7 @@ void forward(const Layer *layers, int64_t num_layers, const Writing *to, const C
     float *qkv = malloc(tokens * layers->qkv->num_out * sizeof *qkv);
     float *out = malloc(tokens * heads * to->head_dim * sizeof *out), *lse = malloc(tokens * heads * sizeof *lse);
     float *gate_up = malloc(tokens * layers->gate_up->num_out * sizeof *gate_up);
+    Keys *rows = keys_of_rows(context);
     for (int64_t index = 0; index < num_layers; index++) {
         const Layer *layer = layers + index;
         product(layer->qkv, NORM, stream, layer->attention_norm, layer->attention_eps, tokens, 0, qkv, threads);
@@ -750,11 +965,12 @@ void forward(const Layer *layers, int64_t num_layers, const Writing *to, const C
         attended.keys = writing.keys = to->keys + index * stride;
         attended.values = writing.values = to->values + index * stride;
         rope_write(&writing, qkv);
-        attend(&attended, qkv, out, lse, threads);
+        attend_keys(&attended, rows, qkv, out, lse, threads);
         product(layer->output, PLAIN, out, NULL, 0, tokens, 1, stream, threads);
         product(layer->gate_up, NORM, stream, layer->ffn_norm, layer->ffn_eps, tokens, 0, gate_up, threads);
         product(layer->down, GATED, gate_up, NULL, 0, tokens, 1, stream, threads);
     }
+    free_keys(context, rows);
     free(gate_up);
     free(lse);
     free(out);

@@ -47,7 +47,7 @@ def test_llama_weights_come_out_in_hugging_face_order(tmp_path: Path, kind: str)
     expected = write_gguf(tmp_path / "m.gguf", "llama", kind, tied=tied)
     stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
     types = resolve(str(tmp_path / "m.gguf"), config_only=True).matrix_types
-    assert types == {{"F16": "float16", "BF16": "bfloat16"}.get(kind, kind)}
+    assert set(types) == {{"F16": "float16", "BF16": "bfloat16"}.get(kind, kind)}
     with WeightFiles(converted(tmp_path / "m.gguf")) as weights:
         assert weights.names == expected.keys()
         assert weights.tensor("model.embed_tokens.weight").dtype == stored
@@ -170,7 +170,7 @@ def test_shards_and_storage_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gguf_convert, "_MAX_FLOAT32_BYTES", 1000)
     monkeypatch.setattr(gguf_convert, "_CHUNK_ELEMENTS", 1000)
     expected = write_gguf(tmp_path / "m.gguf", kind="Q8_0")
-    assert resolve(str(tmp_path / "m.gguf"), config_only=True).matrix_types == {"bfloat16"}
+    assert resolve(str(tmp_path / "m.gguf"), config_only=True).matrix_types.keys() == {"bfloat16"}
     folder = converted(tmp_path / "m.gguf")
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
     assert len(shards) > 2

@@ -40,7 +40,7 @@ CONFIG: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
     "tie_word_embeddings": True,
 }
-MATRIX_TYPES = frozenset({"Q4_1", "Q8_0"})
+MATRIX_TYPES = {"Q4_1": 106_168_320, "Q8_0": 28_311_552}
 
 
 def embedded_folder() -> Path:

@@ -9,7 +9,8 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +45,13 @@ def converted(path: Path, *, progress: bool = True) -> Path:
     )
 
 
-def read_gguf_config(path: Path) -> tuple[dict[str, Any], frozenset[str]]:
+def read_gguf_config(path: Path) -> tuple[dict[str, Any], Mapping[str, int]]:
     """The model's shape as config.json will have it, and its `TargetFiles.matrix_types`, from the header."""
     meta, config, plan = _read(path)
     dtype = _storage_type(meta.header, plan)
-    types = _matrix_types(meta.header, plan) if dtype == "float32" else frozenset({dtype})
+    types = _matrix_types(meta.header, plan)
+    if dtype != "float32":
+        types = Counter({dtype: types.total()})
     return {"model_type": meta.arch} | config, types
 
 
@@ -100,8 +103,13 @@ def _storage_type(header: GGUFHeader, plan: list[Weight]) -> str:
     return "float32" if num_bytes <= _MAX_FLOAT32_BYTES else "bfloat16"
 
 
-def _matrix_types(header: GGUFHeader, plan: list[Weight]) -> frozenset[str]:
-    return frozenset(header.tensors[weight.gguf_name].type_name for weight in plan if len(weight.shape) == 2)
+def _matrix_types(header: GGUFHeader, plan: list[Weight]) -> Counter[str]:
+    """How many weights of matrices have each type."""
+    counts = Counter[str]()
+    for weight in plan:
+        if len(weight.shape) == 2:
+            counts[header.tensors[weight.gguf_name].type_name] += math.prod(weight.shape)
+    return counts
 
 
 def _save_config(meta: Metadata, config: dict[str, Any], dtype: str, folder: Path) -> None:

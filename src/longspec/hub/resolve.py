@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ class TargetFiles:
     entry: ModelEntry | None
     config: Mapping[str, Any] | None = None
     """The future content of config.json, if only the config was asked for and nothing is converted yet."""
-    matrix_types: frozenset[str] = frozenset()
-    """With `config`: the GGUF types of the matrices or, if they are not converted to float32, their dtype."""
+    matrix_types: Mapping[str, int] = field(default_factory=dict)
+    """With `config`: how many weights of matrices have each GGUF type or, if they are not converted to
+    float32, their dtype."""
 
     @property
     def chat_template(self) -> str | None:

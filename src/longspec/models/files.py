@@ -22,14 +22,14 @@ def read_config(folder: Path, values: Mapping[str, Any] | None = None) -> ModelC
         return config_from_hf(values)
 
 
-def matrix_types(files: TargetFiles, config: ModelConfig) -> frozenset[str]:
-    """The types in which a target's files have its matrices, by the header of a GGUF or by config.json; empty
-    if these do not say it."""
+def matrix_types(files: TargetFiles, config: ModelConfig) -> Mapping[str, int]:
+    """How many weights of each type a target's files have in its matrices, by the header of a GGUF or by
+    config.json; empty if these do not say it."""
     if files.config is not None or config.quantisation is not None:
         return files.matrix_types
     values = read_record(files.folder / "config.json", dict[str, Any])
     dtype = values.get("dtype", values.get("torch_dtype"))
-    return frozenset({dtype}) if isinstance(dtype, str) else frozenset()
+    return {dtype: config.num_parameters} if isinstance(dtype, str) else {}
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

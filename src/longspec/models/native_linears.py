@@ -22,6 +22,7 @@ _LARGEST_SUM = 2**31 - 1
 # The numbers of decode.c: for what a product does with its input first, and for the dtype of its weights.
 _PLAIN, _NORM, _GATED = range(3)
 _KEPT_IN = (torch.int8, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+_TWO_LEVELS_PER_BYTE = len(_KEPT_IN)
 # How many neighbours share a grid: the first that fits. Longer runs need fewer bytes.
 _RUNS = (32, 16)
 
@@ -64,10 +65,17 @@ class NativeLinear(CpuLinear):
     """As the C code reads it."""
 
     def __init__(
-        self, linear: Linear, weight: Tensor, scales: Tensor | None = None, largest: int = 0, run: int = 0
+        self,
+        linear: Linear,
+        weight: Tensor,
+        scales: Tensor | None = None,
+        largest: int = 0,
+        run: int = 0,
+        kept_in: int | None = None,
     ) -> None:
         """`weight` and `scales` are laid out for `linear`; rounded rows have steps up to `largest`; `run`
-        neighbours share a grid."""
+        neighbours share a grid. `kept_in` is the C code's number for what the weights are kept in, if their
+        dtype does not say it."""
         super().__init__()
         self.num_out, self.num_in = linear.weight.shape
         self.register_buffer("weight", _ARENA.keep(weight))
@@ -77,7 +85,8 @@ class NativeLinear(CpuLinear):
         if linear.bias is not None:
             self.bias = F.pad(linear.bias.detach(), (0, -self.num_out % code().lanes()))
         scales_at, bias_at = (None if one is None else one.data_ptr() for one in (kept, self.bias))
-        sizes = (self.num_in, self.num_out, largest, _KEPT_IN.index(weight.dtype), run)
+        kept_in = _KEPT_IN.index(weight.dtype) if kept_in is None else kept_in
+        sizes = (self.num_in, self.num_out, largest, kept_in, run)
         self.matrix = Matrix(self.weight.data_ptr(), scales_at, bias_at, *sizes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,8 +168,9 @@ class NativeFloatLinear(NativeLinear):
 
 
 class NativeGridLinear(NativeLinear):
-    """Every `run` neighbours of a row share a step and a base. A weight is stored as a level of 8 bits and
-    equals base + step * level exactly. So products have the same bits as with fp32 weights.
+    """Every `run` neighbours of a row share a step and a base. A weight is stored as a level of 8 bits, or of
+    4 if that is enough for the matrix, and equals base + step * level exactly. So products have the same bits
+    as with fp32 weights.
 
     Weights are on such grids if they were expanded from a checkpoint with at most 8 bits per weight, such as
     a GGUF.
@@ -171,10 +181,15 @@ class NativeGridLinear(NativeLinear):
     def __init__(self, linear: Linear, levels: Tensor, grids: Tensor) -> None:
         """`levels`, uint8 [out, in]; `grids` [out, runs, 2]: the step and the base of each run."""
         lanes, (num_out, num_in) = code().lanes(), levels.shape
-        blocks = F.pad(levels, (0, 0, 0, -num_out % lanes)).unflatten(0, (-1, lanes))
+        self.shares_bytes = int(levels.max()) < 16
+        padding = -num_out % (2 * lanes if self.shares_bytes else lanes)
+        blocks = F.pad(levels, (0, 0, 0, padding)).unflatten(0, (-1, lanes)).transpose(1, 2)
+        if self.shares_bytes:
+            blocks = blocks[0::2] | blocks[1::2] << 4
         scales = F.pad(grids, (0, 0, 0, 0, 0, -num_out % lanes)).unflatten(0, (-1, lanes))
         run = num_in // grids.shape[1]
-        super().__init__(linear, blocks.transpose(1, 2), scales.permute(0, 2, 3, 1), run=run)
+        kept_in = _TWO_LEVELS_PER_BYTE if self.shares_bytes else None
+        super().__init__(linear, blocks, scales.permute(0, 2, 3, 1), run=run, kept_in=kept_in)
 
     @classmethod
     def of(cls, linear: Linear) -> NativeGridLinear | None:
@@ -192,7 +207,11 @@ class NativeGridLinear(NativeLinear):
         lanes = self.weight.shape[2]
         block, lane = ids // lanes, ids % lanes
         steps, bases = self.scales[block, :, :, lane].double().unbind(-1)
-        levels = self.weight[block, :, lane].unflatten(1, (steps.shape[1], -1))
+        if self.shares_bytes:
+            levels = self.weight[block // 2, :, lane] >> (4 * (block % 2)).to(torch.uint8)[:, None] & 15
+        else:
+            levels = self.weight[block, :, lane]
+        levels = levels.unflatten(1, (steps.shape[1], -1))
         # In fp64 nothing but the last step rounds.
         return (levels * steps[:, :, None] + bases[:, :, None]).flatten(1).float()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -55,11 +56,12 @@ GPU_ROUNDINGS = {
     name: Rounding(EightBitForm(kind), EightBitForm(kind), None, 1, 1) for name, kind in KINDS.items()
 }
 # Bytes per weight of matrices on a CPU, by their type in the file (`matrix_types`); others take 4. On grids
-# (`NativeGridLinear`) a weight takes a byte, and each run of 32 or 16 weights takes 8 more. Only loading can
-# find that a K type is off its grids: if its `dmin` is more than 128 times its `d`. Weights around 0 do not
-# have such minima.
+# (`NativeGridLinear`) a weight takes a byte or half of one, and each run of 32 or 16 weights takes 8 more.
+# Only loading can find that a K type is off its grids: if its `dmin` is more than 128 times its `d`. Weights
+# around 0 do not have such minima.
 _KEPT_BYTES = (
-    dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K"), 1 + 8 / 32)
+    dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), 1 / 2 + 8 / 32)
+    | dict.fromkeys(("Q5_0", "Q5_1", "Q8_0", "Q5_K"), 1 + 8 / 32)
     | dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), 1 + 8 / 16)
     | dict.fromkeys(("float16", "bfloat16"), 2.0)
 )
@@ -93,7 +95,7 @@ class Precision:
         """`weights`, and the bytes of matrices if they have fewer."""
         if self.matrix_bytes is None:
             return self.weights
-        return f"{self.weights} (matrices: about {self.matrix_bytes:g} bytes per weight)"
+        return f"{self.weights} (matrices: about {self.matrix_bytes:.3g} bytes per weight)"
 
     @property
     def kv(self) -> str:
@@ -138,10 +140,10 @@ def pick_precision(
     dtype: torch.dtype,
     device: torch.device,
     quantisation: Quantisation | None = None,
-    matrix_types: frozenset[str] = frozenset(),
+    matrix_types: Mapping[str, int] = MappingProxyType({}),
 ) -> Precision:
     """What `weights` asks for; "auto" leaves them as the file says: in `dtype` or, on a GPU, in the 8 bits
-    of a quantised checkpoint. `matrix_types` are the types that the file has."""
+    of a quantised checkpoint. `matrix_types` says how many weights of each type the file has."""
     check_known("weights", weights, WEIGHTS)
     plain = Precision(dtype, matrix_bytes=_matrix_bytes(matrix_types, dtype, device))
     on_gpu = device.type == "cuda" and dtype != torch.float32
@@ -168,10 +170,12 @@ def pick_precision(
     return Precision(dtype, rounding, weights)
 
 
-def _matrix_bytes(matrix_types: frozenset[str], dtype: torch.dtype, device: torch.device) -> float | None:
-    most = max((_KEPT_BYTES.get(one, 4.0) for one in matrix_types), default=4.0)
-    in_fp32 = device.type == "cpu" and dtype == torch.float32
-    return most if most < 4 and in_fp32 and has_native_products() else None
+def _matrix_bytes(matrix_types: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> float | None:
+    total = sum(matrix_types.values())
+    if not total or device.type != "cpu" or dtype != torch.float32 or not has_native_products():
+        return None
+    mean = sum(_KEPT_BYTES.get(one, 4.0) * count for one, count in matrix_types.items()) / total
+    return mean if mean < 4 else None
 
 
 def with_kv_dtype(

@@ -35,15 +35,16 @@ typedef int16_t Pairs __attribute__((vector_size(4 * LANES), aligned(2), may_ali
 /* A float, or a pair of numbers of 16 bits. */
 typedef int32_t Word __attribute__((may_alias));
 
-/* What weights are kept in, and how many bytes each of them takes. */
-enum { INT8, FP32, BF16, FP16, GRID };
-static const int64_t WEIGHT_BYTES[] = {1, 4, 2, 2, 1};
+/* What weights are kept in, and how many bits each of them takes: on grids, a level of 8 or of 4. */
+enum { INT8, FP32, BF16, FP16, GRID8, GRID4 };
+static const int64_t WEIGHT_BITS[] = {8, 32, 16, 16, 8, 4};
 enum { MOST_LEVEL = 255 };
 
 /* A matrix [num_out, num_in]. In int8, `weight` is padded to [outputs / LANES, inputs / 2, LANES, 2], `scales` and
    `bias` to as many outputs. Otherwise it is padded to [outputs / LANES, inputs, LANES], and there are no scales,
-   except on grids: there a weight is a level of 8 bits, and for every `run` inputs of an output `scales`, padded to
-   [outputs / LANES, inputs / run, 2, LANES], has the step and the base of its grid. */
+   except on grids: there a weight is a level, and for every `run` inputs of an output `scales`, padded to
+   [outputs / LANES, inputs / run, 2, LANES], has the step and the base of its grid. Levels of 4 bits lie in the lower
+   and upper halves of bytes [outputs / LANES / 2, inputs, LANES]: two blocks of outputs. */
 typedef struct {
     const void *weight;
     const float *scales; /* or NULL */
@@ -163,26 +164,30 @@ static inline float on_grid(float base, float step, float level) {
 #endif
 }
 
-/* The same for LANES levels. `grid` has their steps, then their bases. */
-static inline Vector all_on_grid(const uint8_t *levels, const float *grid) {
-    Vector steps = *(const Vector *)grid, bases = *(const Vector *)(grid + LANES);
+/* LANES levels, which are bytes, as numbers of 32 bits. */
+static inline Sums widened_levels(const uint8_t *levels) {
 #if defined(__AVX512BW__)
-    __m512 wide = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)levels)));
-    return multiply_add(steps, (Vector)wide, bases);
-#elif defined(__AVX2__) && defined(__FMA__)
-    __m256 wide = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)levels)));
-    return multiply_add(steps, (Vector)wide, bases);
+    return (Sums)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)levels));
+#elif defined(__AVX2__)
+    return (Sums)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)levels));
 #else
-    for (int l = 0; l < LANES; l++) bases[l] = on_grid(bases[l], steps[l], levels[l]);
-    return bases;
+    Sums wide;
+    for (int l = 0; l < LANES; l++) wide[l] = levels[l];
+    return wide;
 #endif
+}
+
+/* `on_grid` for LANES levels. `grid` has their steps, then their bases. */
+static inline Vector all_on_grid(Sums levels, const float *grid) {
+    Vector wide = __builtin_convertvector(levels, Vector);
+    return multiply_add(*(const Vector *)grid, wide, *(const Vector *)(grid + LANES));
 }
 
 /* LANES weights from `index` on, in fp32, which has all numbers of bf16 and fp16; `grid` is that of their run. */
 static inline __attribute__((always_inline)) Vector weights_at(const void *weight, int64_t index, const int kept_in,
                                                                const float *grid) {
     if (kept_in == FP32) return loaded((const float *)weight + index);
-    if (kept_in == GRID) return all_on_grid((const uint8_t *)weight + index, grid);
+    if (kept_in == GRID8) return all_on_grid(widened_levels((const uint8_t *)weight + index), grid);
     const uint16_t *halves = (const uint16_t *)weight + index;
 #if defined(__AVX512BW__)
     __m256i bits = _mm256_loadu_si256((const void *)halves);
@@ -333,15 +338,32 @@ static inline void fetch(const void *place, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)place + at);
 }
 
+/* The weights of one or two blocks at an input; `grids` is the distance between the grids of two blocks. */
+static inline __attribute__((always_inline)) void weights_of(const void *weight, int64_t n, int64_t input,
+                                                             const int blocks, const int kept_in, const float *grid,
+                                                             int64_t grids, Vector *both) {
+    if (kept_in == GRID4) {
+        Sums levels = widened_levels((const uint8_t *)weight + input * LANES);
+        both[0] = all_on_grid(levels & 15, grid);
+        if (blocks == 2) both[1] = all_on_grid(levels >> 4, grid + grids);
+        return;
+    }
+    both[0] = weights_at(weight, input * LANES, kept_in, grid);
+    if (blocks == 2) both[1] = weights_at(weight, (n + input) * LANES, kept_in, grid + grids);
+}
+
 /* While two blocks are multiplied, ask for the same inputs' weights of the next two, because a block ends before
    the processor has noticed that it is read in order. fp32 blocks are longer. Only the first rows ask: then the
    others find the weights near. */
 static inline __attribute__((always_inline)) void fetch_next(const void *weight, int64_t n, int64_t input,
                                                              int64_t num_inputs, int64_t row, const int kept_in) {
-    int64_t bytes = WEIGHT_BYTES[kept_in];
+    int64_t bytes = LANES * WEIGHT_BITS[kept_in] / 8, next = 2 * n * bytes;
     if (row || kept_in == FP32) return;
-    for (int b = 2; b < 4; b++)
-        fetch((const uint8_t *)weight + (b * n + input) * LANES * bytes, num_inputs * LANES * bytes);
+    if (kept_in == GRID4) {
+        fetch((const uint8_t *)weight + next + input * LANES, num_inputs * LANES);
+        return;
+    }
+    for (int b = 0; b < 2; b++) fetch((const uint8_t *)weight + next + (b * n + input) * bytes, num_inputs * bytes);
 }
 
 /* Two blocks of LANES outputs, or one, of `count` rows from `row` on, whose inputs lie side by side with those of
@@ -375,23 +397,24 @@ static inline __attribute__((always_inline)) void int8_outputs(const Product *on
 static inline __attribute__((always_inline)) void float_outputs(const Product *one, const void *weight, int64_t block,
                                                                 const int blocks, int64_t row, const int count,
                                                                 const int64_t side, const int kept_in) {
-    int64_t n = one->matrix->num_in, run = kept_in == GRID ? one->matrix->run : n;
+    const int has_grids = kept_in == GRID8 || kept_in == GRID4;
+    int64_t n = one->matrix->num_in, run = has_grids ? one->matrix->run : n;
     const float *x = (const float *)inputs_of(one, row);
-    const float *grid = kept_in == GRID ? grid_of(one->matrix, block) : NULL;
-    int64_t part = kept_in == GRID ? run : PART, grids = n / run * 2 * LANES; /* of a block */
+    const float *grid = has_grids ? grid_of(one->matrix, block) : NULL;
+    int64_t part = has_grids ? run : PART, grids = n / run * 2 * LANES; /* of a block */
     Vector sums[ROWS][2] = {{{0}}};
     for (int64_t i = 0; i < n; grid += 2 * LANES) {
         int64_t end = i + part < n ? i + part : n;
         fetch_next(weight, n, i, end - i, row, kept_in);
-        if (kept_in == GRID && !row)
+        if (has_grids && !row)
             for (int b = 2; b < 4; b++) fetch(grid + b * grids, 2 * LANES * sizeof *grid);
         for (; i < end; i++) {
-            Vector first = weights_at(weight, i * LANES, kept_in, grid), second = first;
-            if (blocks == 2) second = weights_at(weight, (n + i) * LANES, kept_in, grid + grids);
+            Vector both[2];
+            weights_of(weight, n, i, blocks, kept_in, grid, grids, both);
 #pragma GCC unroll 8
             for (int r = 0; r < count; r++) {
-                sums[r][0] = add_scaled(sums[r][0], x[i * side + r], first);
-                if (blocks == 2) sums[r][1] = add_scaled(sums[r][1], x[i * side + r], second);
+                sums[r][0] = add_scaled(sums[r][0], x[i * side + r], both[0]);
+                if (blocks == 2) sums[r][1] = add_scaled(sums[r][1], x[i * side + r], both[1]);
             }
         }
     }
@@ -451,28 +474,35 @@ static __attribute__((noinline)) void fp32_columns(const Product *one, const voi
 }
 
 /* Two blocks of weights on grids, for many rows: expanded once. */
-static void grid_columns(const Product *one, const uint8_t *weight, int64_t block, Vector *expanded) {
-    int64_t n = one->matrix->num_in, run = one->matrix->run;
+static inline __attribute__((always_inline)) void grid_columns(const Product *one, const uint8_t *weight,
+                                                               int64_t block, const int kept_in, Vector *expanded) {
+    int64_t n = one->matrix->num_in, run = one->matrix->run, grids = n / run * 2 * LANES;
     const float *grid = grid_of(one->matrix, block);
-    for (int64_t i = 0; i < 2 * n; i++) expanded[i] = all_on_grid(weight + i * LANES, grid + i / run * 2 * LANES);
+    for (int64_t i = 0; i < n; i++) {
+        Vector both[2];
+        weights_of(weight, n, i, 2, kept_in, grid + i / run * 2 * LANES, grids, both);
+        expanded[i] = both[0];
+        expanded[n + i] = both[1];
+    }
     fp32_columns(one, expanded, block);
 }
 
 /* All blocks of an item. */
 static inline __attribute__((always_inline)) void multiply(const Product *one, int64_t item, const int kept_in) {
-    int64_t n = one->matrix->num_in, size = (kept_in == INT8 ? (n + 1) / 2 * 2 : n) * WEIGHT_BYTES[kept_in];
+    const int has_grids = kept_in == GRID8 || kept_in == GRID4;
+    int64_t n = one->matrix->num_in, bytes = (kept_in == INT8 ? (n + 1) / 2 * 2 : n) * LANES * WEIGHT_BITS[kept_in] / 8;
     int64_t blocks = (one->matrix->num_out + LANES - 1) / LANES, last = (item + 1) * one->pairs_per_item * 2;
-    Vector *expanded = kept_in == GRID && one->num_rows >= 8 * ROWS ? malloc(2 * n * sizeof *expanded) : NULL;
+    Vector *expanded = has_grids && one->num_rows >= 8 * ROWS ? malloc(2 * n * sizeof *expanded) : NULL;
     for (int64_t block = item * one->pairs_per_item * 2; block < last && block < blocks; block += 2) {
-        const uint8_t *weight = (const uint8_t *)one->matrix->weight + block * size * LANES;
+        const uint8_t *weight = (const uint8_t *)one->matrix->weight + block * bytes;
         if (block + 1 == blocks)
             /* A last block is rarely alone, so several rows at a time are not worth the time to compile them. */
             for (int64_t row = 0; row < one->num_rows; row++)
                 outputs(one, weight, block, 1, row, 1, rows_beside(one, row), kept_in);
         else if (kept_in == FP32)
             fp32_columns(one, weight, block);
-        else if (kept_in == GRID && expanded)
-            grid_columns(one, weight, block, expanded);
+        else if (expanded)
+            grid_columns(one, weight, block, kept_in, expanded);
         else
             columns(one, weight, block, kept_in);
     }
@@ -484,8 +514,10 @@ static void multiply_int8(const void *job, int64_t item) { multiply(job, item, I
 static void multiply_fp32(const void *job, int64_t item) { multiply(job, item, FP32); }
 static void multiply_bf16(const void *job, int64_t item) { multiply(job, item, BF16); }
 static void multiply_fp16(const void *job, int64_t item) { multiply(job, item, FP16); }
-static void multiply_grid(const void *job, int64_t item) { multiply(job, item, GRID); }
-static Work *const multiplications[] = {multiply_int8, multiply_fp32, multiply_bf16, multiply_fp16, multiply_grid};
+static void multiply_grid8(const void *job, int64_t item) { multiply(job, item, GRID8); }
+static void multiply_grid4(const void *job, int64_t item) { multiply(job, item, GRID4); }
+static Work *const multiplications[] = {multiply_int8, multiply_fp32,  multiply_bf16,
+                                        multiply_fp16, multiply_grid8, multiply_grid4};
 
 /* out [rows, num_out] becomes, or grows by, the product of x [rows, num_in], or of gate and up
    [rows, 2 num_in]. */

@@ -1,7 +1,7 @@
 """Decoding on a CPU beside llama.cpp, by turns in one run: the same GGUF, the same prompts, greedy.
 
-npm install node-llama-cpp                      in a folder of its own, for its prebuilt binary
-python benchmarks/beside_llama_cpp.py model.gguf prompts.jsonl --node FOLDER --weights int8
+python -m venv llama && llama/bin/pip install llama-cpp-python      compiles it for this machine
+python benchmarks/beside_llama_cpp.py model.gguf prompts.jsonl --python llama/bin/python
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 from pathlib import Path
@@ -22,17 +21,16 @@ from longspec.bench.environment import environment, load_average
 class LlamaCpp:
     """llama.cpp in a process of its own, which rests while ours runs."""
 
-    def __init__(self, folder: Path, gguf: Path, threads: int) -> None:
-        # A module is looked for beside the file that imports it.
-        script = shutil.copy(Path(__file__).with_name("llama_cpp.mjs"), folder)
+    def __init__(self, python: Path, gguf: Path, threads: int) -> None:
+        script = Path(__file__).with_name("llama_cpp_answers.py")
         self._process = subprocess.Popen(
-            ["node", script, str(gguf.absolute()), str(threads)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
+            [str(python), str(script), str(gguf), str(threads)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        self.release = self._read()["release"]
+        self.release = self._read()
 
     def answer(self, tokens: list[int], limit: int) -> dict[str, Any]:
-        """Tokens, seconds to the first one, seconds."""
+        """Tokens, seconds to the first one, seconds, and those of its steps by its own clock."""
         assert self._process.stdin is not None
         print(json.dumps({"tokens": tokens, "limit": limit}), file=self._process.stdin, flush=True)
         return self._read()
@@ -53,10 +51,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("gguf", type=Path)
     parser.add_argument("prompts", type=Path, help="JSONL with turns[0]")
-    parser.add_argument("--node", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--python", type=Path, required=True, help="has llama-cpp-python")
     parser.add_argument("--target", help="ours (default: the GGUF)")
     parser.add_argument("--draft", help="ours (default: the one that comes with the target)")
-    parser.add_argument("--weights", default="int8")
+    parser.add_argument("--weights", default="auto")
     parser.add_argument("--limit", type=int, default=10, help="prompts")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
@@ -69,17 +67,18 @@ def main() -> None:
         max_rows=1,
         progress=True,
     )
-    other = LlamaCpp(arguments.node, arguments.gguf, arguments.threads)
+    other = LlamaCpp(arguments.python, arguments.gguf, arguments.threads)
     with arguments.prompts.open() as lines:
         prompts = [json.loads(line)["turns"][0] for line in lines][: arguments.limit]
     speeds: dict[str, list[float]] = {"llama.cpp": [], "vanilla": [], "auto": []}
+    waits: dict[str, list[float]] = {"llama.cpp": [], "ours": []}
     rows = []
     for number, prompt in enumerate(prompts):
         tokens = model.encoder.encode(prompt, False, model.target.config.vocab_size)
         limit: int = arguments.max_new_tokens
         row: dict[str, Any] = {"prompt": number}
         theirs = other.answer(tokens, limit)
-        row["llama.cpp"] = (len(theirs["tokens"]) - 1) / (theirs["seconds"] - theirs["first"])
+        row["llama.cpp"] = (len(theirs["tokens"]) - 1) / theirs["own_seconds"]
         answers = {}
         for method in ("vanilla", "auto"):
             answers[method] = model.generate(
@@ -90,7 +89,11 @@ def main() -> None:
         row["same"] = answers["vanilla"].token_ids == answers["auto"].token_ids
         row["tau"], row["label"] = answers["auto"].tau, answers["auto"].label
         row["tokens"] = {"llama.cpp": len(theirs["tokens"]), "ours": answers["vanilla"].tokens}
+        row["prompt_tokens"] = len(tokens)
+        row["seconds_to_first"] = {"llama.cpp": theirs["first"], "ours": answers["vanilla"].prefill_seconds}
         row["load"] = load_average()
+        for name, seconds in row["seconds_to_first"].items():
+            waits[name].append(seconds)
         for name, found in speeds.items():
             found.append(row[name])
         rows.append(row)
@@ -100,6 +103,8 @@ def main() -> None:
     base = medians["llama.cpp"]
     summary = {
         "tokens_per_second": medians,
+        "seconds_to_first": {name: statistics.median(found) for name, found in waits.items()},
+        "prompt_tokens": statistics.median(row["prompt_tokens"] for row in rows),
         "beside llama.cpp": {name: one / base for name, one in medians.items()},
         "same": all(row["same"] for row in rows),
         "llama.cpp": other.release,

@@ -1,4 +1,4 @@
-"""The forms of a linear on a CPU whose products our C code (`native/decode.c`) computes.
+"""The forms of a linear on a CPU whose products our C code (`native/product.h`) computes.
 
 A row's product has the same bits alone and among others.
 """
@@ -19,7 +19,7 @@ from longspec.native.build import Matrix, code, library
 
 TINY = torch.finfo(torch.float32).tiny
 _LARGEST_SUM = 2**31 - 1
-# The numbers of decode.c: for what a product does with its input first, and for the dtype of its weights.
+# The numbers of product.h and weights.h: what a product does with its input first, and what weights are in.
 _PLAIN, _NORM, _GATED = range(3)
 _KEPT_IN = (torch.int8, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 _TWO_LEVELS_PER_BYTE = len(_KEPT_IN)

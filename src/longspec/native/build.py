@@ -1,4 +1,4 @@
-"""Compile `decode.c` with the machine's C compiler, once, and load it."""
+"""Compile our C code with the machine's C compiler, once, and load it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 from longspec.atomic import clear_unfinished, write_whole
 from longspec.hub import cache_dir
 
-_SOURCE = Path(__file__).with_name("decode.c")
+_SOURCE = Path(__file__).with_name("decode.c")  # includes the other files
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
 # Compilers prefer half of AVX-512's width, which is slower here.
@@ -36,7 +36,7 @@ def _sizes(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
 
 
 class Matrix(ctypes.Structure):
-    """`Matrix` in decode.c."""
+    """`Matrix` in weights.h."""
 
     _fields_ = (
         ("weight", Pointer),
@@ -47,7 +47,7 @@ class Matrix(ctypes.Structure):
 
 
 class Writing(ctypes.Structure):
-    """`Writing` in decode.c."""
+    """`Writing` in attention.h."""
 
     _fields_ = (
         ("keys", Pointer),
@@ -64,7 +64,7 @@ class Writing(ctypes.Structure):
 
 
 class Context(ctypes.Structure):
-    """`Context` in decode.c."""
+    """`Context` in attention.h."""
 
     kept: list[Any]
     """The tensors that it points to."""
@@ -122,7 +122,12 @@ def code() -> ctypes.CDLL:
 
 def code_hash() -> str:
     """It differs where the C code does."""
-    return hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(_text()).hexdigest()[:16]
+
+
+def _text() -> bytes:
+    files = sorted(_SOURCE.parent.glob("*.[ch]"))
+    return b"\0".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)
 
 
 def what_is_missing() -> str:
@@ -167,7 +172,7 @@ def _compiled() -> Path:
     if not command:
         raise FileNotFoundError(f"no C compiler ({', '.join(_COMPILERS)}) is on the path")
     command += [*_FLAGS, *(_X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ())]
-    content = b"\0".join((_SOURCE.read_bytes(), " ".join(command).encode(), _processor()))
+    content = b"\0".join((_text(), " ".join(command).encode(), _processor()))
     name = f"decode-{hashlib.sha256(content).hexdigest()[:16]}.so"
     folder = cache_dir() / "native"
     with contextlib.suppress(OSError):

@@ -1,0 +1,310 @@
+/* Products of rows with a matrix, with what is around them: the norm, the gate and the residual. */
+
+#pragma once
+
+#include "weights.h"
+
+/* Rows that are computed before the next ones, so that they stay in the processor's cache, and inputs after which
+   more weights are asked for. */
+enum { MOST_ROWS = 512, PART = 32 };
+
+/* What a product does with its input first. */
+enum { PLAIN, NORM, GATED };
+
+/* LANES pairs of weights in 16 bits. */
+static inline Pairs widened(const int8_t *weights) {
+#if defined(__AVX512BW__)
+    return (Pairs)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)weights));
+#elif defined(__AVX2__)
+    return (Pairs)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)weights));
+#else
+    Pairs wide;
+    for (int l = 0; l < 2 * LANES; l++) wide[l] = weights[l];
+    return wide;
+#endif
+}
+
+static inline Sums add_products(Sums sums, Pairs weights, Pairs row) {
+#if defined(__AVX512VNNI__)
+    return (Sums)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)weights, (__m512i)row);
+#elif defined(__AVX512BW__)
+    return sums + (Sums)_mm512_madd_epi16((__m512i)weights, (__m512i)row);
+#elif defined(__AVX2__)
+    return sums + (Sums)_mm256_madd_epi16((__m256i)weights, (__m256i)row);
+#else
+    for (int l = 0; l < LANES; l++)
+        sums[l] += (int32_t)weights[2 * l] * row[2 * l] + (int32_t)weights[2 * l + 1] * row[2 * l + 1];
+    return sums;
+#endif
+}
+
+/* Round a row to integers of at most `largest`; returns their unit, which is nan if the row is not finite. */
+static float round_row(const float *x, int64_t n, int64_t largest, int16_t *rounded) {
+    float peak = 0;
+    int32_t bad = 0;
+    for (int64_t i = 0; i < n; i++) {
+        float size = fabsf(x[i]);
+        bad |= !(size <= FLT_MAX);
+        peak = size > peak ? size : peak;
+    }
+    if (bad || peak < 1e-30f) {
+        memset(rounded, 0, n * sizeof *rounded);
+        return bad ? NAN : 0.0f;
+    }
+    float steps = largest / peak;
+    for (int64_t i = 0; i < n; i++) rounded[i] = (int16_t)(int32_t)rintf(x[i] * steps);
+    return peak / largest;
+}
+
+static inline Vector gated(Vector gate, Vector up) { return gate / (exponentials(-gate) + 1.0f) * up; }
+
+static void gate_row(const float *x, int64_t n, float *out) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        *(Vector *)(out + i) = gated(*(const Vector *)(x + i), *(const Vector *)(x + n + i));
+    if (i == n) return;
+    Vector gate = {0}, up = {0};
+    memcpy(&gate, x + i, (n - i) * sizeof *x);
+    memcpy(&up, x + n + i, (n - i) * sizeof *x);
+    gate = gated(gate, up);
+    memcpy(out + i, &gate, (n - i) * sizeof *x);
+}
+
+/* What a product reads: x, its norm, or the gated half of it. */
+static void change(int form, const float *x, const float *norm, float eps, int64_t n, float *out) {
+    if (form == PLAIN)
+        memcpy(out, x, n * sizeof *out);
+    else if (form == NORM)
+        normalise(x, norm, eps, n, out);
+    else
+        gate_row(x, n, out);
+}
+
+/* A product, cut into items of the same number of pairs of blocks. */
+typedef struct {
+    const Matrix *matrix;
+    int form, adds;
+    const float *x, *norm;
+    float eps;
+    int64_t num_rows, pairs_per_item;
+    Word *inputs; /* the rows after `form`: the first words of ROWS rows side by side, then the second ones, ... */
+    float *units; /* of the rows for int8; else NULL */
+    float *out;
+} Product;
+
+/* How many words a row has. */
+static inline int64_t words_of(const Product *one) {
+    int64_t n = one->matrix->num_in;
+    return one->matrix->kept_in == INT8 ? (n + 1) / 2 : n;
+}
+
+/* How many rows' inputs lie side by side with those of a row, itself included. */
+static inline int64_t rows_beside(const Product *one, int64_t row) {
+    int64_t left = one->num_rows - row / ROWS * ROWS;
+    return left < ROWS ? left : ROWS;
+}
+
+/* The first of a row's inputs. */
+static inline Word *inputs_of(const Product *one, int64_t row) {
+    return one->inputs + row / ROWS * ROWS * words_of(one) + row % ROWS;
+}
+
+/* Put sums, or add them, to LANES outputs of a row; the last block of a matrix may have fewer. */
+static inline __attribute__((always_inline)) void put(const Product *one, int64_t row, int64_t block, Vector value) {
+    int64_t first = block * LANES, m = one->matrix->num_out, left = m - first < LANES ? m - first : LANES;
+    float *place = one->out + row * m + first;
+    if (one->matrix->bias) value += *(const Vector *)(one->matrix->bias + first);
+    if (left == LANES && one->adds)
+        *(Vector *)place += value;
+    else if (left == LANES)
+        *(Vector *)place = value;
+    else
+        for (int64_t o = 0; o < left; o++) place[o] = one->adds ? place[o] + value[o] : value[o];
+}
+
+/* While two blocks are multiplied, ask for the same inputs' weights of the next two, because a block ends before
+   the processor has noticed that it is read in order. fp32 blocks are longer. Only the first rows ask: then the
+   others find the weights near. */
+static inline __attribute__((always_inline)) void fetch_next(const void *weight, int64_t n, int64_t input,
+                                                             int64_t num_inputs, int64_t row, const int kept_in) {
+    int64_t bytes = LANES * WEIGHT_BITS[kept_in] / 8, next = 2 * n * bytes;
+    if (row || kept_in == FP32) return;
+    if (kept_in == GRID4) {
+        fetch((const uint8_t *)weight + next + input * LANES, num_inputs * LANES);
+        return;
+    }
+    for (int b = 0; b < 2; b++) fetch((const uint8_t *)weight + next + (b * n + input) * bytes, num_inputs * bytes);
+}
+
+/* Two blocks of LANES outputs, or one, of `count` rows from `row` on, whose inputs lie side by side with those of
+   `side` rows; `weight` is that of the first block. */
+static inline __attribute__((always_inline)) void int8_outputs(const Product *one, const int8_t *weight, int64_t block,
+                                                               const int blocks, int64_t row, const int count,
+                                                               const int64_t side) {
+    int64_t pairs = words_of(one);
+    const Word *x = inputs_of(one, row);
+    Sums sums[ROWS][2] = {{{0}}};
+    for (int64_t i = 0; i < pairs; i++) {
+        if (i % (PART / 2) == 0) fetch_next(weight, 2 * pairs, 2 * i, PART, row, INT8);
+        Pairs first = widened(weight + i * 2 * LANES);
+        Pairs second = blocks == 2 ? widened(weight + (pairs + i) * 2 * LANES) : first;
+#pragma GCC unroll 8
+        for (int r = 0; r < count; r++) {
+            Pairs both = (Pairs)((Sums){0} + x[i * side + r]);
+            sums[r][0] = add_products(sums[r][0], first, both);
+            if (blocks == 2) sums[r][1] = add_products(sums[r][1], second, both);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++)
+        for (int b = 0; b < blocks; b++) {
+            Vector scales = *(const Vector *)(one->matrix->scales + (block + b) * LANES);
+            put(one, row + r, block + b, __builtin_convertvector(sums[r][b], Vector) * (scales * one->units[row + r]));
+        }
+}
+
+/* The same with weights that are no integers: inputs are added one after the other. */
+static inline __attribute__((always_inline)) void float_outputs(const Product *one, const void *weight, int64_t block,
+                                                                const int blocks, int64_t row, const int count,
+                                                                const int64_t side, const int kept_in) {
+    const int has_grids = kept_in == GRID8 || kept_in == GRID4;
+    int64_t n = one->matrix->num_in, run = has_grids ? one->matrix->run : n;
+    const float *x = (const float *)inputs_of(one, row);
+    const float *grid = has_grids ? grid_of(one->matrix, block) : NULL;
+    int64_t part = has_grids ? run : PART, grids = n / run * 2 * LANES; /* of a block */
+    Vector sums[ROWS][2] = {{{0}}};
+    for (int64_t i = 0; i < n; grid += 2 * LANES) {
+        int64_t end = i + part < n ? i + part : n;
+        fetch_next(weight, n, i, end - i, row, kept_in);
+        if (has_grids && !row)
+            for (int b = 2; b < 4; b++) fetch(grid + b * grids, 2 * LANES * sizeof *grid);
+        for (; i < end; i++) {
+            Vector both[2];
+            weights_of(weight, n, i, blocks, kept_in, grid, grids, both);
+#pragma GCC unroll 8
+            for (int r = 0; r < count; r++) {
+                sums[r][0] = add_scaled(sums[r][0], x[i * side + r], both[0]);
+                if (blocks == 2) sums[r][1] = add_scaled(sums[r][1], x[i * side + r], both[1]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++)
+        for (int b = 0; b < blocks; b++) put(one, row + r, block + b, sums[r][b]);
+}
+
+static inline __attribute__((always_inline)) void outputs(const Product *one, const void *weight, int64_t block,
+                                                          const int blocks, int64_t row, const int count,
+                                                          const int64_t side, const int kept_in) {
+    if (kept_in == INT8)
+        int8_outputs(one, weight, block, blocks, row, count, side);
+    else
+        float_outputs(one, weight, block, blocks, row, count, side, kept_in);
+}
+
+/* All rows of two blocks. */
+static inline __attribute__((always_inline)) void columns(const Product *one, const void *weight, int64_t block,
+                                                          const int kept_in) {
+    int64_t row = 0;
+    for (; row + ROWS <= one->num_rows; row += ROWS) outputs(one, weight, block, 2, row, ROWS, ROWS, kept_in);
+    switch (one->num_rows - row) {
+#if defined(__AVX512BW__)
+    case 7: outputs(one, weight, block, 2, row, 7, 7, kept_in); break;
+    case 6: outputs(one, weight, block, 2, row, 6, 6, kept_in); break;
+    case 5: outputs(one, weight, block, 2, row, 5, 5, kept_in); break;
+    case 4: outputs(one, weight, block, 2, row, 4, 4, kept_in); break;
+#endif
+    case 3: outputs(one, weight, block, 2, row, 3, 3, kept_in); break;
+    case 2: outputs(one, weight, block, 2, row, 2, 2, kept_in); break;
+    case 1: outputs(one, weight, block, 2, row, 1, 1, kept_in); break;
+    }
+}
+
+/* Up to ROWS rows, because what lies side by side is written by one thread. */
+static void prepare_rows(const void *job, int64_t group) {
+    const Product *one = job;
+    int64_t n = one->matrix->num_in, words = words_of(one), first = group * ROWS, side = rows_beside(one, first);
+    float *changed = malloc(n * sizeof *changed);
+    Word *rounded = one->units ? malloc(words * sizeof *rounded) : NULL, *inputs = inputs_of(one, first);
+    for (int64_t r = 0; r < side; r++) {
+        change(one->form, one->x + (first + r) * (one->form == GATED ? 2 * n : n), one->norm, one->eps, n, changed);
+        if (rounded) {
+            rounded[words - 1] = 0; /* the second number of the last pair may not be there */
+            one->units[first + r] = round_row(changed, n, one->matrix->largest, (int16_t *)rounded);
+        }
+        const Word *row = rounded ? rounded : (const Word *)changed;
+        for (int64_t i = 0; i < words; i++) inputs[i * side + r] = row[i];
+    }
+    free(rounded);
+    free(changed);
+}
+
+static __attribute__((noinline)) void fp32_columns(const Product *one, const void *weight, int64_t block) {
+    columns(one, weight, block, FP32);
+}
+
+/* Two blocks of weights on grids, for many rows: expanded once. */
+static inline __attribute__((always_inline)) void grid_columns(const Product *one, const uint8_t *weight,
+                                                               int64_t block, const int kept_in, Vector *expanded) {
+    int64_t n = one->matrix->num_in, run = one->matrix->run, grids = n / run * 2 * LANES;
+    const float *grid = grid_of(one->matrix, block);
+    for (int64_t i = 0; i < n; i++) {
+        Vector both[2];
+        weights_of(weight, n, i, 2, kept_in, grid + i / run * 2 * LANES, grids, both);
+        expanded[i] = both[0];
+        expanded[n + i] = both[1];
+    }
+    fp32_columns(one, expanded, block);
+}
+
+/* All blocks of an item. */
+static inline __attribute__((always_inline)) void multiply(const Product *one, int64_t item, const int kept_in) {
+    const int has_grids = kept_in == GRID8 || kept_in == GRID4;
+    int64_t n = one->matrix->num_in, bytes = (kept_in == INT8 ? (n + 1) / 2 * 2 : n) * LANES * WEIGHT_BITS[kept_in] / 8;
+    int64_t blocks = (one->matrix->num_out + LANES - 1) / LANES, last = (item + 1) * one->pairs_per_item * 2;
+    Vector *expanded = has_grids && one->num_rows >= 8 * ROWS ? malloc(2 * n * sizeof *expanded) : NULL;
+    for (int64_t block = item * one->pairs_per_item * 2; block < last && block < blocks; block += 2) {
+        const uint8_t *weight = (const uint8_t *)one->matrix->weight + block * bytes;
+        if (block + 1 == blocks)
+            /* A last block is rarely alone, so several rows at a time are not worth the time to compile them. */
+            for (int64_t row = 0; row < one->num_rows; row++)
+                outputs(one, weight, block, 1, row, 1, rows_beside(one, row), kept_in);
+        else if (kept_in == FP32)
+            fp32_columns(one, weight, block);
+        else if (expanded)
+            grid_columns(one, weight, block, kept_in, expanded);
+        else
+            columns(one, weight, block, kept_in);
+    }
+    free(expanded);
+}
+
+/* One function for each kind of weights, because to compile all kinds in one function takes twice as long. */
+static void multiply_int8(const void *job, int64_t item) { multiply(job, item, INT8); }
+static void multiply_fp32(const void *job, int64_t item) { multiply(job, item, FP32); }
+static void multiply_bf16(const void *job, int64_t item) { multiply(job, item, BF16); }
+static void multiply_fp16(const void *job, int64_t item) { multiply(job, item, FP16); }
+static void multiply_grid8(const void *job, int64_t item) { multiply(job, item, GRID8); }
+static void multiply_grid4(const void *job, int64_t item) { multiply(job, item, GRID4); }
+static Work *const multiplications[] = {multiply_int8, multiply_fp32,  multiply_bf16,
+                                        multiply_fp16, multiply_grid8, multiply_grid4};
+
+/* out [rows, num_out] becomes, or grows by, the product of x [rows, num_in], or of gate and up
+   [rows, 2 num_in]. */
+void product(const Matrix *matrix, int form, const float *x, const float *norm, float eps, int64_t num_rows,
+             int adds, float *out, int threads) {
+    int64_t pairs = (matrix->num_out + 2 * LANES - 1) / (2 * LANES), items = pairs < 8 * threads ? pairs : 8 * threads;
+    int64_t per_item = pairs / items, n = matrix->num_in, most = num_rows < MOST_ROWS ? num_rows : MOST_ROWS;
+    Word *inputs = malloc(most * n * sizeof *inputs);
+    float *units = matrix->kept_in == INT8 ? malloc(most * sizeof *units) : NULL;
+    for (int64_t row = 0; row < num_rows; row += most) {
+        int64_t count = num_rows - row < most ? num_rows - row : most;
+        const float *from = x + row * (form == GATED ? 2 * n : n);
+        float *to = out + row * matrix->num_out;
+        Product job = {matrix, form, adds, from, norm, eps, count, per_item, inputs, units, to};
+        share(prepare_rows, &job, (count + ROWS - 1) / ROWS, threads);
+        share(multiplications[matrix->kept_in], &job, (pairs + per_item - 1) / per_item, threads);
+    }
+    free(units);
+    free(inputs);
+}

@@ -1,0 +1,162 @@
+/* Matrices in the forms in which their weights are kept, and the search for the grids on which weights lie. */
+
+#pragma once
+
+#include "vectors.h"
+
+/* What weights are kept in, and how many bits each of them takes: on grids, a level of 8 or of 4. */
+enum { INT8, FP32, BF16, FP16, GRID8, GRID4 };
+static const int64_t WEIGHT_BITS[] = {8, 32, 16, 16, 8, 4};
+
+/* A matrix [num_out, num_in]. In int8, `weight` is padded to [outputs / LANES, inputs / 2, LANES, 2], `scales` and
+   `bias` to as many outputs. Otherwise it is padded to [outputs / LANES, inputs, LANES], and there are no scales,
+   except on grids: there a weight is a level, and for every `run` inputs of an output `scales`, padded to
+   [outputs / LANES, inputs / run, 2, LANES], has the step and the base of its grid. Levels of 4 bits lie in the lower
+   and upper halves of bytes [outputs / LANES / 2, inputs, LANES]: two blocks of outputs. */
+typedef struct {
+    const void *weight;
+    const float *scales; /* or NULL */
+    const float *bias; /* or NULL */
+    int64_t num_in, num_out, largest, kept_in, run;
+} Matrix;
+
+/* How weights must be laid out. */
+int lanes(void) { return LANES; }
+
+/* The weight at a level: base + step * level, with one rounding where the processor has that. */
+static inline float on_grid(float base, float step, float level) {
+#if defined(__FMA__)
+    return __builtin_fmaf(step, level, base);
+#else
+    return base + step * level;
+#endif
+}
+
+/* LANES levels, which are bytes, as numbers of 32 bits. */
+static inline Sums widened_levels(const uint8_t *levels) {
+#if defined(__AVX512BW__)
+    return (Sums)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)levels));
+#elif defined(__AVX2__)
+    return (Sums)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)levels));
+#else
+    Sums wide;
+    for (int l = 0; l < LANES; l++) wide[l] = levels[l];
+    return wide;
+#endif
+}
+
+/* `on_grid` for LANES levels. `grid` has their steps, then their bases. */
+static inline Vector all_on_grid(Sums levels, const float *grid) {
+    Vector wide = __builtin_convertvector(levels, Vector);
+    return multiply_add(*(const Vector *)grid, wide, *(const Vector *)(grid + LANES));
+}
+
+/* LANES weights from `index` on, in fp32, which has all numbers of bf16 and fp16; `grid` is that of their run. */
+static inline __attribute__((always_inline)) Vector weights_at(const void *weight, int64_t index, const int kept_in,
+                                                               const float *grid) {
+    if (kept_in == FP32) return loaded((const float *)weight + index);
+    if (kept_in == GRID8) return all_on_grid(widened_levels((const uint8_t *)weight + index), grid);
+    const uint16_t *halves = (const uint16_t *)weight + index;
+#if defined(__AVX512BW__)
+    __m256i bits = _mm256_loadu_si256((const void *)halves);
+    if (kept_in == FP16) return (Vector)_mm512_cvtph_ps(bits);
+    return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+#elif defined(__AVX2__) && defined(__F16C__)
+    __m128i bits = _mm_loadu_si128((const void *)halves);
+    if (kept_in == FP16) return (Vector)_mm256_cvtph_ps(bits);
+    return (Vector)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+#else
+    Vector values;
+    for (int l = 0; l < LANES; l++) {
+        uint32_t bits = (uint32_t)halves[l] << 16;
+        float value;
+        if (kept_in == FP16) {
+            /* Sign, then exponent and fraction 13 bits lower; the factor moves the exponent's bias. */
+            bits = (bits & 0x80000000u) | (bits & 0x7fff0000u) >> 3;
+            memcpy(&value, &bits, 4);
+            value *= 0x1p112f;
+        } else
+            memcpy(&value, &bits, 4);
+        values[l] = value;
+    }
+    return values;
+#endif
+}
+
+/* The steps and bases of a block's runs. */
+static const float *grid_of(const Matrix *matrix, int64_t block) {
+    return matrix->scales + block * (matrix->num_in / matrix->run) * 2 * LANES;
+}
+
+/* The weights of one or two blocks at an input; `grids` is the distance between the grids of two blocks. */
+static inline __attribute__((always_inline)) void weights_of(const void *weight, int64_t n, int64_t input,
+                                                             const int blocks, const int kept_in, const float *grid,
+                                                             int64_t grids, Vector *both) {
+    if (kept_in == GRID4) {
+        Sums levels = widened_levels((const uint8_t *)weight + input * LANES);
+        both[0] = all_on_grid(levels & 15, grid);
+        if (blocks == 2) both[1] = all_on_grid(levels >> 4, grid + grids);
+        return;
+    }
+    both[0] = weights_at(weight, input * LANES, kept_in, grid);
+    if (blocks == 2) both[1] = weights_at(weight, (n + input) * LANES, kept_in, grid + grids);
+}
+
+enum { MOST_LEVEL = 255 };
+
+/* Find the levels of `run` weights; returns whether all are exactly on the grid, by `on_grid` and, which is the
+   same on most processors, with a single rounding. */
+static int are_on_grid(const float *weights, int64_t run, float base, float step, uint8_t *levels) {
+    for (int64_t i = 0; i < run; i++) {
+        float level = step > 0 ? rintf((weights[i] - base) / step) : 0;
+        if (!(level <= MOST_LEVEL) || on_grid(base, step, level) != weights[i]) return 0;
+        if ((float)((double)step * level + base) != weights[i]) return 0;
+        levels[i] = (uint8_t)level;
+    }
+    return 1;
+}
+
+/* The grid of a run, from its lowest weight to its highest: with `likely` steps, or else with as few as possible.
+   Returns how many, or 0 if it has none. */
+static int64_t fit_run(const float *weights, int64_t run, int64_t likely, uint8_t *levels, float *grid) {
+    float low = weights[0], high = weights[0];
+    for (int64_t i = 1; i < run; i++) {
+        low = weights[i] < low ? weights[i] : low;
+        high = weights[i] > high ? weights[i] : high;
+    }
+    grid[1] = low;
+    for (int64_t tried = 0; tried <= MOST_LEVEL; tried++) {
+        int64_t count = tried ? tried : likely;
+        grid[0] = (high - low) / count;
+        if (are_on_grid(weights, run, low, grid[0], levels)) return count;
+    }
+    return 0;
+}
+
+/* A matrix [rows, n] for whose runs grids are looked for. */
+typedef struct {
+    const float *weight;
+    int64_t n, run;
+    uint8_t *levels; /* [rows, n] */
+    float *grids;    /* [rows, n / run, 2]: steps and bases */
+    uint8_t *fits;   /* [rows] */
+} Fitting;
+
+static void fit_row(const void *job, int64_t row) {
+    const Fitting *one = job;
+    int64_t first = row * one->n, last = first + one->n, count = 15; /* of the most frequent kind */
+    for (; first < last && count; first += one->run)
+        count = fit_run(one->weight + first, one->run, count, one->levels + first, one->grids + 2 * first / one->run);
+    one->fits[row] = count > 0;
+}
+
+/* Look for grids on which all weights of a matrix lie exactly; returns whether there are any. */
+int fit_grids(const float *weight, int64_t num_rows, int64_t n, int64_t run, uint8_t *levels, float *grids,
+              int threads) {
+    uint8_t *fits = malloc(num_rows), all = 1;
+    Fitting job = {weight, n, run, levels, grids, fits};
+    share(fit_row, &job, num_rows, threads);
+    for (int64_t row = 0; row < num_rows; row++) all &= fits[row];
+    free(fits);
+    return all;
+}

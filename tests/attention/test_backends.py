@@ -121,6 +121,15 @@ def test_masked_matches_fp64(backend: str, T: int, K: int, G: int, D: int, S: in
     torch.testing.assert_close(lse, true_lse, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "triton"])
+def test_a_number_that_is_none_is_not_hidden(backend: str) -> None:
+    k, v = torch.randn(2, 1, 48, 32)
+    k[0, 5, 3] = torch.nan
+    plan = AttentionPlan(torch.tensor([40]), torch.tensor([[0, 1, 2]], dtype=torch.int32), 16, 3)
+    out, _ = choose_backend(backend).attend(torch.randn(1, 3, 2, 32), k, v, plan)
+    assert out.isnan().all()
+
+
 def test_merge_is_exact_and_ignores_what_saw_nothing() -> None:
     torch.manual_seed(0)
     exact = ReferenceAttention(torch.float64)

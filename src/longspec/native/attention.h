@@ -227,9 +227,9 @@ typedef struct {
     float *out, *lse;
     int64_t heads;       /* of keys and values, in all layers */
     int64_t queries;     /* that share one */
-    int64_t num_first;   /* So many heads of all rows */
-    int64_t first_parts; /* have their queries cut into so many parts, */
-    int64_t parts;       /* and the other ones into so many. */
+    int64_t num_first;   /* heads of all rows whose queries are cut into `first_parts` parts; */
+    int64_t first_parts;
+    int64_t parts;       /* those of the other heads are cut into so many */
 } Attending;
 
 /* Some queries of a row that share a KV head. */
@@ -350,9 +350,9 @@ static void attend_head(const Attending *one, int64_t row, int64_t kv_head, int6
     for (int64_t query = 0; query < count; query++) {
         int64_t token = (first + query) / group, index = kv_head * group + (first + query) % group;
         float total = head.totals[query];
-        for (int64_t d = 0; d < D; d++) outs[query][d] = total > 0 ? outs[query][d] / total : 0;
+        for (int64_t d = 0; d < D; d++) outs[query][d] = total == 0 ? 0 : outs[query][d] / total;
         one->lse[(row * to->num_queries + token) * to->num_heads + index] =
-            total > 0 ? peaks[query] + logf(total) : -INFINITY;
+            total == 0 ? -INFINITY : peaks[query] + logf(total);
     }
     free(scores);
 }

@@ -64,6 +64,7 @@ static inline Vector multiply_add(Vector x, Vector y, Vector sums) {
 
 static inline Vector add_scaled(Vector sums, float x, Vector y) { return multiply_add(all_of(x), y, sums); }
 
+/* y if one of them is nan. */
 static inline Vector larger(Vector x, Vector y) {
 #if defined(__AVX512BW__)
     return (Vector)_mm512_max_ps((__m512)x, (__m512)y);
@@ -76,8 +77,8 @@ static inline Vector larger(Vector x, Vector y) {
 }
 
 static inline Vector exponentials(Vector x) {
-    /* e^x = 2^n e^r with |r| <= ln 2 / 2. To add and subtract 1.5 * 2^23 rounds to whole numbers. */
-    Vector y = larger(x, all_of(-87.0f)), n = (y * 1.44269504f + 12582912.0f) - 12582912.0f;
+    /* e^x = 2^n e^r with |r| <= ln 2 / 2. To add and subtract 1.5 * 2^23 rounds to whole numbers. nan stays nan. */
+    Vector y = larger(all_of(-87.0f), x), n = (y * 1.44269504f + 12582912.0f) - 12582912.0f;
     Vector r = y - n * 0.693359375f + n * 2.12194440e-4f;
     Vector p = multiply_add(all_of(1.9875691500e-4f), r, all_of(1.3981999507e-3f));
     p = multiply_add(p, r, all_of(8.3334519073e-3f));
@@ -86,7 +87,7 @@ static inline Vector exponentials(Vector x) {
     p = multiply_add(p, r, all_of(5.0000001201e-1f));
     p = multiply_add(p * r, r, r + 1.0f);
     Sums powers = (__builtin_convertvector(n, Sums) + 127) << 23;
-    return (Vector)((Sums)(p * (Vector)powers) & (Sums)(x >= -87.0f));
+    return (Vector)((Sums)(p * (Vector)powers) & ~(Sums)(x < -87.0f));
 }
 
 static float sum_of_squares(const float *x, int64_t n) {

@@ -30,7 +30,7 @@ class LlamaCpp:
         self.release = self._read()
 
     def answer(self, tokens: list[int], limit: int) -> dict[str, Any]:
-        """Tokens, seconds to the first one, seconds, and those of its steps by its own clock."""
+        """The tokens and the times; see `llama_cpp_answers.py`."""
         assert self._process.stdin is not None
         print(json.dumps({"tokens": tokens, "limit": limit}), file=self._process.stdin, flush=True)
         return self._read()

@@ -27,7 +27,7 @@ def find(text: Tensor, ends: Tensor, min_run: int = MIN_RUN, max_run: int = MAX_
     for back in range(1, min_run + 1):
         last = text.gather(1, (ends - back).clamp(min=0)[:, None])
         is_match &= text[:, min_run - back : size - back] == last
-    # There are few places where so many tokens match, so only there more are compared.
+    # Few places match in `min_run` tokens. Only there, compare longer runs.
     rows, places = is_match.nonzero(as_tuple=True)
     places = places + min_run
     backs = torch.arange(1, max_run + 1, device=ends.device)

@@ -122,7 +122,7 @@ def test_masked_matches_fp64(backend: str, T: int, K: int, G: int, D: int, S: in
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "triton"])
-def test_a_number_that_is_none_is_not_hidden(backend: str) -> None:
+def test_nan_in_a_key_is_not_hidden(backend: str) -> None:
     k, v = torch.randn(2, 1, 48, 32)
     k[0, 5, 3] = torch.nan
     plan = AttentionPlan(torch.tensor([40]), torch.tensor([[0, 1, 2]], dtype=torch.int32), 16, 3)

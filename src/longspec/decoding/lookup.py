@@ -32,9 +32,8 @@ def find(text: Tensor, ends: Tensor, min_run: int = MIN_RUN, max_run: int = MAX_
     places = places + min_run
     backs = torch.arange(1, max_run + 1, device=ends.device)
     before, last = places[:, None] - backs, ends[rows][:, None] - backs
-    equal = (text[rows[:, None], before.clamp(min=0)] == text[rows[:, None], last.clamp(min=0)]) & (
-        before >= 0
-    )
+    equal = text[rows[:, None], before.clamp(min=0)] == text[rows[:, None], last.clamp(min=0)]
+    equal &= before >= 0
     found = torch.zeros_like(ends)
     found.scatter_reduce_(0, rows, equal.cumprod(1).sum(1) * size + places, "amax")
     return found // size, found % size

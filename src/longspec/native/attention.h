@@ -235,7 +235,7 @@ typedef struct {
 /* Some queries of a row that share a KV head. */
 typedef struct {
     const Attending *one;
-    int64_t row, kv_head, first, count;
+    int64_t row, kv_head, count;
     int64_t num_keys; /* that they see */
     float *scores;    /* [keys / KEYS, count, KEYS] */
     float *queries;   /* [count / QUERIES, D, QUERIES]; the last ones may be fewer */
@@ -247,6 +247,11 @@ static const float *of_head(const Head *head, const float *all) {
     const Context *to = head->one->to;
     return all + head->row * to->row_stride + head->kv_head / to->num_kv_heads * to->layer_stride +
            head->kv_head % to->num_kv_heads * to->head_stride;
+}
+
+/* The score of a query with a key; those with the keys up to the next multiple of KEYS follow. */
+static inline float *score_at(const Head *head, int64_t query, int64_t key) {
+    return head->scores + (key / KEYS * head->count + query) * KEYS + key % KEYS;
 }
 
 static void score_keys(const Head *head) {
@@ -265,13 +270,13 @@ static void score_keys(const Head *head) {
             }
             turn(lanes, D, turned, t);
         }
-        float *out = head->scores + first / KEYS * KEYS * head->count + first % KEYS;
         for (int64_t query = 0; query < head->count; query += QUERIES) {
             const float *queries = head->queries + query * D;
+            float *out = score_at(head, query, first);
             if (tiles == TILES)
-                EACH_COUNT(head->count - query, score(queries, count, turned, TILES, D, scale, out + query * KEYS));
+                EACH_COUNT(head->count - query, score(queries, count, turned, TILES, D, scale, out));
             else
-                EACH_COUNT(head->count - query, score(queries, count, turned, 1, D, scale, out + query * KEYS));
+                EACH_COUNT(head->count - query, score(queries, count, turned, 1, D, scale, out));
         }
     }
 }
@@ -284,13 +289,12 @@ static void mask_scores(const Head *head, int64_t query, int64_t token) {
     Vector peaks = all_of(-FLT_MAX);
     for (int64_t i = 0; i < head->num_keys - keys->before; i++) {
         int64_t key = keys->before + i, is_seen = sees ? sees[keys->own[i]] : keys->own[i] <= token;
-        if (!is_seen) head->scores[(key / KEYS * head->count + query) * KEYS + key % KEYS] = -INFINITY;
+        if (!is_seen) *score_at(head, query, key) = -INFINITY;
     }
     /* What lies behind the last key takes part in no sum. */
-    for (int64_t key = head->num_keys; key % LANES; key++)
-        head->scores[(key / KEYS * head->count + query) * KEYS + key % KEYS] = -INFINITY;
+    for (int64_t key = head->num_keys; key % LANES; key++) *score_at(head, query, key) = -INFINITY;
     for (int64_t first = 0; first < head->num_keys; first += LANES)
-        peaks = larger(peaks, *(Vector *)(head->scores + (first / KEYS * head->count + query) * KEYS + first % KEYS));
+        peaks = larger(peaks, *(const Vector *)score_at(head, query, first));
     head->peaks[query] = peaks[0];
     for (int l = 1; l < LANES; l++) head->peaks[query] = peaks[l] > head->peaks[query] ? peaks[l] : head->peaks[query];
 }
@@ -303,7 +307,7 @@ static void weigh_values(const Head *head) {
         const int64_t *entries = keys->entries + first;
         int num_values = head->num_keys - first < KEYS ? (int)(head->num_keys - first) : KEYS;
         for (int64_t query = 0; query < head->count; query += WEIGHED) {
-            const float *scores = head->scores + first * head->count + query * KEYS;
+            const float *scores = score_at(head, query, first);
             float weights[WEIGHED * KEYS], *outs[WEIGHED], again[WEIGHED] = {0}, *totals = head->totals + query;
             int64_t left = head->count - query < WEIGHED ? head->count - query : WEIGHED;
             for (int64_t q = 0; q < left; q++)
@@ -334,7 +338,7 @@ static void attend_head(const Attending *one, int64_t row, int64_t kv_head, int6
     int64_t padded = (num_keys + KEYS - 1) / KEYS * KEYS;
     float *scores = malloc(count * (padded + D + 2) * sizeof *scores), *queries = scores + count * padded;
     float *peaks = queries + count * D, *outs[count];
-    Head head = {one, row, kv_head, first, count, num_keys, scores, queries, peaks, peaks + count, outs};
+    Head head = {one, row, kv_head, count, num_keys, scores, queries, peaks, peaks + count, outs};
     for (int64_t query = 0; query < count; query++) {
         int64_t token = (first + query) / group, index = kv_head * group + (first + query) % group;
         int64_t beside = query / QUERIES * QUERIES, side = count - beside < QUERIES ? count - beside : QUERIES;

@@ -22,11 +22,11 @@ from longspec.models.draft import ContextHead, DraftHead, GlideDraft
 from longspec.models.draft_passes import NativeDraftPass
 from longspec.models.int8 import Int8Linear
 from longspec.models.layers import Block, Linear, LinearForm, RMSNorm
-from longspec.models.native_linears import FloatForm, NativeInt8Linear, has_native_products
+from longspec.models.native_linears import EIGHT_BITS, FloatForm, NativeLevelLinear, has_native_products
 from longspec.models.target import Transformer
 from tests.decoding.scripted import ask, tiny_draft, tiny_target
 
-ROUNDED = (Int8Linear, NativeInt8Linear)  # by torch, or by C code where it can be compiled
+ROUNDED = (Int8Linear, NativeLevelLinear)  # by torch, or by C code where it can be compiled
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 5), (3, 2)], ids=str)
@@ -136,7 +136,7 @@ def test_one_call_for_a_level_is_the_layer_by_torch(
         torch.testing.assert_close(ours, torchs, rtol=0, atol=2e-3 if kind == "int8" else 1e-4)
 
 
-@pytest.mark.parametrize("head_form", [None, NativeInt8Linear, FloatForm(torch.float32)])
+@pytest.mark.parametrize("head_form", [None, EIGHT_BITS, FloatForm(torch.float32)])
 def test_the_words_of_the_context_join_the_vocabulary(head_form: LinearForm | None) -> None:
     target = tiny_target(vocab_size=40)
     assert not target.config.tied_head
@@ -151,7 +151,7 @@ def test_the_words_of_the_context_join_the_vocabulary(head_form: LinearForm | No
     words.add([8, 9, 7])
     assert words.token_ids.tolist() == [*vocabulary.tolist(), 1, 7, 9]
     # A product with rounded weights also rounds what it multiplies.
-    far = 1e-3 if head_form == NativeInt8Linear else 1e-5
+    far = 1e-3 if head_form == EIGHT_BITS else 1e-5
     torch.testing.assert_close(words(hidden), target.logits(hidden)[..., words.token_ids], rtol=far, atol=far)
     assert head.token_ids.tolist() == vocabulary.tolist(), "each request has its own"
     assert DraftHead(target, None).in_context([1]).token_ids.tolist() == list(range(40))

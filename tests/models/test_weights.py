@@ -22,15 +22,17 @@ from longspec.models import native_linears
 from longspec.models.layers import Linear, RMSNorm
 from longspec.models.load import pack_ends
 from longspec.models.native_linears import (
+    EIGHT_BITS,
+    FOUR_BITS,
     FloatForm,
     NativeFloatLinear,
     NativeGridLinear,
-    NativeInt8Linear,
+    NativeLevelLinear,
     NativeLinear,
     has_native_products,
     packed,
 )
-from longspec.models.quantised import GROUP, Int4Linear, Int8Table
+from longspec.models.tables import Int8Table
 from longspec.models.target import Transformer
 from longspec.models.weights import _KEPT_BYTES, ROUNDINGS, Precision, pack, pick_precision
 from longspec.native.build import _load, code
@@ -40,7 +42,7 @@ from tests.hub.gguf_samples import encode
 
 POSSIBLE = list(ROUNDINGS) if has_native_products() else []
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-FORMS: dict[str, Callable[[Linear], Any]] = {"int8": NativeInt8Linear, "int4": Int4Linear}
+FORMS: dict[str, Callable[[Linear], Any]] = {"int8": EIGHT_BITS, "int4": FOUR_BITS}
 FORMS |= {name: FloatForm(dtype, rounds=True) for name, dtype in FLOATS.items()}
 EXACT = [*POSSIBLE, *(["float32"] if has_native_products() else [])]
 
@@ -78,30 +80,32 @@ def test_a_rows_product_has_the_same_bits_alone_and_among_others(name: str) -> N
         assert torch.equal(form.add_to(total, rows)[:1], alone)
 
 
-def test_int8_products_are_those_of_the_expanded_weights() -> None:
-    if "int8" not in POSSIBLE:
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_products_of_integers_are_those_of_the_rounded_weights(name: str) -> None:
+    if name not in POSSIBLE:
         pytest.skip("no C compiler here")
     torch.manual_seed(0)
-    weight = torch.randn(99, 575) * 0.05  # neither fills its vectors
-    weight[3], weight[4] = 0, weight[4] * 1000
+    weight = torch.randn(99, 575) * 0.05  # neither fills its vectors, and the last run is shorter
+    weight[3], weight[4], weight[5, 64:128] = 0, weight[4] * 1000, 0.3
     linear = linear_of(weight, bias=True)
-    form, rows = NativeInt8Linear(linear), torch.randn(6, 575)
-    rows[1], rows[2, 7] = 0, 300.0  # a row without a scale, and one number that is nearly all of its row
+    form, rows = FORMS[name](linear), torch.randn(6, 575)
+    rows[1], rows[2, 7] = 0, 3000.0  # a row without a scale, and one number that is nearly all of its row
     rows[5, 9] = torch.inf
-    kept = form.weight_rows(None)
+    kept, product = form.weight_rows(None), form(rows)
     assert linear.bias is not None
-    product = form(rows)
     for index in (0, 2, 3, 4):
         exact = rows[index].double() @ kept.double().T + linear.bias
-        assert (product[index] - exact).norm() / exact.norm() < 1e-3
+        assert (product[index] - exact).norm() / exact.norm() < 1e-4
     assert torch.equal(product[1], linear.bias)
     assert product[5].isnan().all(), "what overflows is seen, and only in its own row"
-    for row, old in ((kept[0], weight[0]), (kept[4], weight[4])):
-        assert (row - old).abs().max() <= old.abs().max() / 254 * 1.001
+    levels, run = (255, 64) if name == "int8" else (15, 32)
+    for row, old in zip(kept.split(run, 1), weight.split(run, 1), strict=True):
+        steps = (old.amax(1).clamp(min=0) - old.amin(1).clamp(max=0)) / levels
+        assert ((row - old).abs().amax(1) <= steps * 0.5001 + 1e-7 * old.abs().amax(1)).all()
     assert torch.equal(form.weight_rows(torch.tensor([4, 0])), kept[[4, 0]])
     # The largest sums there are.
-    largest = NativeInt8Linear(linear_of(torch.ones(16, 20000)))
-    torch.testing.assert_close(largest(torch.ones(2, 20000)), torch.full((2, 16), 20000.0))
+    largest = FORMS[name](linear_of(torch.ones(16, 20000) * torch.tensor([0.0, 1.0, 1.0, 1.0]).repeat(5000)))
+    torch.testing.assert_close(largest(torch.ones(2, 20000)), torch.full((2, 16), 15000.0))
 
 
 @pytest.mark.parametrize("name", FLOATS)
@@ -140,12 +144,22 @@ def test_a_ggufs_weights_keep_few_bits_and_the_products_of_fp32(kind: str) -> No
     assert isinstance(form, NativeGridLinear)
     assert form.weight.dtype == torch.uint8
     padded = -(-99 // (2 * code().lanes())) * 2 * code().lanes() * 512
-    assert form.weight.nbytes + form.scales.nbytes <= padded * _KEPT_BYTES[kind]
+    assert form.weight.nbytes + form.grids.nbytes <= padded * _KEPT_BYTES[kind]
     for count in (1, 7, 8, 29, 130):
         rows = torch.randn(count, 512)
         assert torch.equal(form(rows), in_fp32(rows))
     assert torch.equal(form.weight_rows(None), weight)
     assert torch.equal(form.weight_rows(torch.tensor([4, 98])), weight[[4, 98]])
+    in_integers = EIGHT_BITS(linear)
+    assert isinstance(in_integers, NativeLevelLinear)
+    assert in_integers.weight.nbytes + in_integers.grids.nbytes == form.weight.nbytes + form.grids.nbytes
+    assert torch.equal(in_integers.weight_rows(None), weight), "what lies on grids is not rounded again"
+    rows = torch.randn(3, 512)
+    assert (in_integers(rows) - form(rows)).norm() / form(rows).norm() < 1e-4
+    few = FOUR_BITS(linear)
+    assert isinstance(few, NativeLevelLinear)
+    assert few.shares_bytes
+    assert torch.equal(few.weight_rows(None), weight) or not form.shares_bytes
     for wrong in (torch.nextafter(weight[98, 511], torch.tensor(9.0)), torch.nan, torch.inf):
         linear.weight[98, 511] = wrong
         assert not isinstance(packed(linear), NativeGridLinear), "one weight is on no grid"
@@ -161,7 +175,7 @@ def test_the_default_targets_weights_keep_4_bits_and_its_heads_8(smollm2: LongSp
     assert isinstance(smollm2.target.get_submodule("head"), NativeGridLinear)
 
 
-@pytest.mark.parametrize("kind", [NativeInt8Linear, *(FORMS[name] for name in FLOATS)])
+@pytest.mark.parametrize("kind", FORMS.values())
 def test_products_with_what_is_around_them(kind: Callable[[Linear], NativeLinear]) -> None:
     if "int8" not in POSSIBLE:
         pytest.skip("no C compiler here")
@@ -174,20 +188,6 @@ def test_products_with_what_is_around_them(kind: Callable[[Linear], NativeLinear
         gate, up = gate_up.chunk(2, -1)
         wanted = total + form(torch.nn.functional.silu(gate) * up)
         torch.testing.assert_close(form.add_gated(total, gate_up), wanted, rtol=1e-3, atol=1e-3)
-
-
-def test_int4_takes_a_ggufs_groups_over() -> None:
-    if "int4" not in POSSIBLE:
-        pytest.skip("no C compiler here")
-    torch.manual_seed(0)
-    values = torch.randint(0, 16, (64, 4, GROUP))
-    values[..., 0], values[..., 1] = 0, 15
-    scales, least = 2.0 ** torch.randint(-6, -3, (64, 4, 1)), -(2.0 ** torch.randint(-4, -2, (64, 4, 1)))
-    weight = (least + scales * values).flatten(1)
-    form = Int4Linear(linear_of(weight))
-    rows = torch.eye(128)[:7]
-    # The product is rounded to bf16, as the rows are.
-    torch.testing.assert_close(form(rows), (rows @ weight.T).bfloat16().float(), rtol=0, atol=0)
 
 
 def test_the_embedding_gives_rows_back() -> None:
@@ -226,7 +226,7 @@ def test_a_trees_nodes_have_the_numbers_of_vanilla_steps(name: str) -> None:
             assert torch.equal(found[0, 0], of_tree[0, node])
 
 
-@pytest.mark.parametrize("name", [*FLOATS, "int8"])
+@pytest.mark.parametrize("name", EXACT)
 def test_a_prompt_has_the_same_numbers_however_it_is_cut(name: str) -> None:
     torch.manual_seed(0)
     target, prompt = target_in(name), torch.randint(64, (1, 600))
@@ -262,7 +262,7 @@ def test_every_method_says_what_vanilla_says(name: str, sampling: Sampling) -> N
             assert len(one.tokens) > 10
 
 
-@pytest.mark.parametrize("weights", [name for name in POSSIBLE if name != "int4"])
+@pytest.mark.parametrize("weights", POSSIBLE)
 def test_loading_keeps_the_words_close_and_tells_the_weights(
     weights: str, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,7 +276,8 @@ def test_loading_keeps_the_words_close_and_tells_the_weights(
             pages = Pages.empty(target.config, 4, 16, target.device, target.kv_dtype)
             tables = torch.arange(1, 5, dtype=torch.int32)[None]
             scores.append(target.logits(pass_over(target, pages, tables, torch.tensor([0]), tokens)))
-    assert (scores[0] - scores[1]).norm() / scores[0].norm() < 0.1
+    # Random weights of 4 bits lose much, and they lose more with every layer.
+    assert (scores[0] - scores[1]).norm() / scores[0].norm() < (0.8 if weights == "int4" else 0.1)
     short = ["--json", "--no-calibrate", "--max-new-tokens", "3", "--device", "cpu"]
     ended = exit_code(["generate", "hi", "--target", str(tiny_folder), "--weights", weights, *short])
     told = json.loads(capsys.readouterr().out)
@@ -321,22 +322,28 @@ def test_what_cannot_be_is_refused() -> None:
         pick_precision("int4", torch.bfloat16, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("flags", ["-mno-avx512f", "-mno-avx512f -mno-avx2"])
+@pytest.mark.parametrize(
+    "flags",
+    ["-mno-avx512vnni", "-mno-avx512f", "-mno-avx512f -mno-avxvnni", "-mno-avx512f -mno-avxvnni -mno-avx2"],
+)
 def test_older_processors_get_the_same_bits_for_a_node(
     flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "int8" not in POSSIBLE or platform.machine() != "x86_64":
         pytest.skip("no C compiler here, or no such flags")
+    here = code().lanes()
     monkeypatch.setenv("CC", f"cc {flags}")
     monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path))
     _load.cache_clear()
     try:
-        assert code().lanes() == 8
+        assert code().lanes() == (8 if "512f" in flags else here)
         for name in FLOATS:
             test_a_checkpoint_of_two_bytes_has_the_products_of_four(name)
         for kind in ("Q4_1", "Q6_K"):
             test_a_ggufs_weights_keep_few_bits_and_the_products_of_fp32(kind)
-        for name in (*FLOATS, "int8"):
+        for name in ("int8", "int4"):
+            test_products_of_integers_are_those_of_the_rounded_weights(name)
+        for name in EXACT:
             test_a_trees_nodes_have_the_numbers_of_vanilla_steps(name)
             test_a_prompt_has_the_same_numbers_however_it_is_cut(name)
     finally:

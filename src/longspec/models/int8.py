@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from longspec.errors import UserError, check_known
 from longspec.models.eight_bit import EightBitForm, form_of
 from longspec.models.layers import CpuLinear, Linear, LinearForm, is_fp32_on_cpu
-from longspec.models.native_linears import TINY, NativeInt8Linear, has_native_products
+from longspec.models.native_linears import EIGHT_BITS, TINY, has_native_products
 
 DRAFT_DTYPES = ("auto", "int8", "target")
 
@@ -72,7 +72,7 @@ def pick_draft_form(draft_dtype: str, draft: nn.Module, target: nn.Module) -> Li
         )
     if not possible or draft_dtype == "target":
         return None
-    return NativeInt8Linear if has_native_products() else Int8Linear
+    return EIGHT_BITS if has_native_products() else Int8Linear
 
 
 def _can_round(linear: Linear) -> bool:

@@ -18,11 +18,10 @@ from longspec.models.layers import CpuLinear, Linear, LinearForm, PackedLinear, 
 from longspec.native.build import Matrix, code, library
 
 TINY = torch.finfo(torch.float32).tiny
-_LARGEST_SUM = 2**31 - 1
 # The numbers of product.h and weights.h: what a product does with its input first, and what weights are in.
 _PLAIN, _NORM, _GATED = range(3)
-_KEPT_IN = (torch.int8, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
-_TWO_LEVELS_PER_BYTE = len(_KEPT_IN)
+_KEPT_IN = (torch.float32, torch.bfloat16, torch.float16)
+_GRID, _LEVELS = len(_KEPT_IN), len(_KEPT_IN) + 2
 # How many neighbours share a grid: the first that fits. Longer runs need fewer bytes.
 _RUNS = (32, 16)
 
@@ -65,29 +64,21 @@ class NativeLinear(CpuLinear):
     """As the C code reads it."""
 
     def __init__(
-        self,
-        linear: Linear,
-        weight: Tensor,
-        scales: Tensor | None = None,
-        largest: int = 0,
-        run: int = 0,
-        kept_in: int | None = None,
+        self, linear: Linear, weight: Tensor, kept_in: int, grids: Tensor | None = None, run: int = 0
     ) -> None:
-        """`weight` and `scales` are laid out for `linear`; rounded rows have steps up to `largest`; `run`
-        neighbours share a grid. `kept_in` is the C code's number for what the weights are kept in, if their
-        dtype does not say it."""
+        """`weight` and `grids` are laid out for `linear`; `run` neighbours share a grid. `kept_in` is the C
+        code's number for what the weights are kept in."""
         super().__init__()
         self.num_out, self.num_in = linear.weight.shape
         self.register_buffer("weight", _ARENA.keep(weight))
-        kept = None if scales is None else _ARENA.keep(scales)
-        self.register_buffer("scales", kept)
+        kept = None if grids is None else _ARENA.keep(grids)
+        self.register_buffer("grids", kept)
         self.bias = None
         if linear.bias is not None:
             self.bias = F.pad(linear.bias.detach(), (0, -self.num_out % code().lanes()))
-        scales_at, bias_at = (None if one is None else one.data_ptr() for one in (kept, self.bias))
-        kept_in = _KEPT_IN.index(weight.dtype) if kept_in is None else kept_in
-        sizes = (self.num_in, self.num_out, largest, kept_in, run)
-        self.matrix = Matrix(self.weight.data_ptr(), scales_at, bias_at, *sizes)
+        grids_at, bias_at = (None if one is None else one.data_ptr() for one in (kept, self.bias))
+        sizes = (self.num_in, self.num_out, kept_in, run)
+        self.matrix = Matrix(self.weight.data_ptr(), grids_at, bias_at, *sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias."""
@@ -124,33 +115,6 @@ class NativeLinear(CpuLinear):
         return out
 
 
-class NativeInt8Linear(NativeLinear):
-    """int8 weights with a scale per output, and rows in 16 bits or less.
-
-    A row is rounded by its own largest value, to as many steps as its sums of products leave room for in 32
-    bits: 11,008 for 1,536 inputs.
-    """
-
-    scales: Tensor
-
-    def __init__(self, linear: Linear) -> None:
-        plain = linear.weight.detach()
-        scales = plain.abs().amax(1).clamp(min=TINY) / 127
-        rounded = (plain / scales[:, None]).round_().to(torch.int8)
-        # As the C code reads them: [outputs / lanes, inputs / 2, lanes, 2]. A register holds a pair of inputs
-        # of each of `lanes` outputs.
-        lanes, (num_out, num_in) = code().lanes(), plain.shape
-        padded = F.pad(rounded, (0, num_in % 2, 0, -num_out % lanes))
-        blocks = padded.unflatten(0, (-1, lanes)).unflatten(2, (-1, 2))
-        largest = min(2**15 - 1, _LARGEST_SUM // (127 * num_in))
-        super().__init__(linear, blocks.transpose(1, 2), F.pad(scales, (0, -num_out % lanes)), largest)
-
-    def _rows(self, ids: Tensor) -> Tensor:
-        lanes = self.weight.shape[2]
-        plain = self.weight[ids // lanes, :, ids % lanes].flatten(1)[:, : self.num_in]
-        return plain * self.scales[ids, None]
-
-
 class NativeFloatLinear(NativeLinear):
     """The weights are fp32, bf16 or fp16; rows and sums are fp32. With fp32 weights, up to 8 rows take as
     long as one, because reading the weights takes longer than the arithmetic."""
@@ -160,7 +124,7 @@ class NativeFloatLinear(NativeLinear):
         # The C code reads blocks of `lanes` outputs: [outputs / lanes, inputs, lanes].
         lanes = code().lanes()
         blocks = F.pad(weight, (0, 0, 0, -len(weight) % lanes)).unflatten(0, (-1, lanes))
-        super().__init__(linear, blocks.transpose(1, 2))
+        super().__init__(linear, blocks.transpose(1, 2), _KEPT_IN.index(weight.dtype))
 
     def _rows(self, ids: Tensor) -> Tensor:
         lanes = self.weight.shape[2]
@@ -176,56 +140,96 @@ class NativeGridLinear(NativeLinear):
     a GGUF.
     """
 
-    scales: Tensor
+    grids: Tensor
+    _KEPT_IN = _GRID
+    # How many inputs of an output lie side by side.
+    _BESIDE = 1
 
     def __init__(self, linear: Linear, levels: Tensor, grids: Tensor) -> None:
-        """`levels`, uint8 [out, in]; `grids` [out, runs, 2]: the step and the base of each run."""
-        lanes, (num_out, num_in) = code().lanes(), levels.shape
+        """`levels`, uint8 [out, runs, run], the last run padded; `grids` [out, runs, 2]: steps and bases."""
+        lanes, num_out, run = code().lanes(), len(levels), levels.shape[2]
         self.shares_bytes = int(levels.max()) < 16
         padding = -num_out % (2 * lanes if self.shares_bytes else lanes)
-        blocks = F.pad(levels, (0, 0, 0, padding)).unflatten(0, (-1, lanes)).transpose(1, 2)
+        blocks = F.pad(levels.flatten(1), (0, 0, 0, padding)).unflatten(0, (-1, lanes))
+        blocks = blocks.unflatten(2, (-1, self._BESIDE)).transpose(1, 2)
         if self.shares_bytes:
             blocks = blocks[0::2] | blocks[1::2] << 4
-        scales = F.pad(grids, (0, 0, 0, 0, 0, -num_out % lanes)).unflatten(0, (-1, lanes))
-        run = num_in // grids.shape[1]
-        kept_in = _TWO_LEVELS_PER_BYTE if self.shares_bytes else None
-        super().__init__(linear, blocks, scales.permute(0, 2, 3, 1), run=run, kept_in=kept_in)
+        grids = F.pad(grids, (0, 0, 0, 0, 0, -num_out % lanes)).unflatten(0, (-1, lanes))
+        kept_in = self._KEPT_IN + self.shares_bytes
+        super().__init__(linear, blocks, kept_in, grids.permute(0, 2, 3, 1), run)
 
     @classmethod
     def of(cls, linear: Linear) -> NativeGridLinear | None:
         """This form of `linear`; None if its weights are not exactly on grids."""
         if not _has_native_forms(linear):
             return None
-        weight = linear.weight.detach()
-        for run in _RUNS:
-            # One row first, because it is enough to refuse most matrices.
-            if _fit(weight[:1], run) and (found := _fit(weight, run)):
-                return cls(linear, *found)
-        return None
+        found = _find_grids(linear.weight.detach())
+        return None if found is None else cls(linear, *found)
 
     def _rows(self, ids: Tensor) -> Tensor:
-        lanes = self.weight.shape[2]
+        lanes = code().lanes()
         block, lane = ids // lanes, ids % lanes
-        steps, bases = self.scales[block, :, :, lane].double().unbind(-1)
+        steps, bases = self.grids[block, :, :, lane].double().unbind(-1)
         if self.shares_bytes:
-            levels = self.weight[block // 2, :, lane] >> (4 * (block % 2)).to(torch.uint8)[:, None] & 15
+            levels = self.weight[block // 2, :, lane] >> (4 * (block % 2)).to(torch.uint8)[:, None, None] & 15
         else:
             levels = self.weight[block, :, lane]
-        levels = levels.unflatten(1, (steps.shape[1], -1))
+        levels = levels.flatten(1).unflatten(1, (steps.shape[1], -1))
         # In fp64 nothing but the last step rounds.
-        return (levels * steps[:, :, None] + bases[:, :, None]).flatten(1).float()
+        return (levels * steps[:, :, None] + bases[:, :, None]).flatten(1)[:, : self.num_in].float()
+
+
+class NativeLevelLinear(NativeGridLinear):
+    """Levels are multiplied as integers, by rows that are rounded to 16 bits, with a scale for each run."""
+
+    _KEPT_IN = _LEVELS
+    _BESIDE = 4
+
+
+def _find_grids(weight: Tensor, most_levels: int = 256) -> tuple[Tensor, Tensor] | None:
+    """The levels and grids of a matrix whose weights lie exactly on grids; None if there are none."""
+    for run in _RUNS:
+        # One row first, because it is enough to refuse most matrices.
+        if _fit(weight[:1], run) and (found := _fit(weight, run)) and int(found[0].max()) < most_levels:
+            return found
+    return None
 
 
 def _fit(weight: Tensor, run: int) -> tuple[Tensor, Tensor] | None:
-    """The levels and grids of a matrix whose runs of this length lie on grids; None if there is no such."""
+    """The same for runs of this length."""
     num_rows, num_in = weight.shape
     if num_in % run or not num_rows:
         return None
-    weight, levels = weight.contiguous(), torch.empty(num_rows, num_in, dtype=torch.uint8)
+    weight, levels = weight.contiguous(), torch.empty(num_rows, num_in // run, run, dtype=torch.uint8)
     grids = torch.empty(num_rows, num_in // run, 2)
     places = (levels.data_ptr(), grids.data_ptr())
     fits = code().fit_grids(weight.data_ptr(), num_rows, num_in, run, *places, torch.get_num_threads())
     return (levels, grids) if fits else None
+
+
+@dataclass(frozen=True)
+class LevelForm:
+    """Makes a linear whose products are of integers. Weights that lie on grids stay as they are; others are
+    rounded to grids of `num_levels`, each for `run` neighbours."""
+
+    num_levels: int
+    run: int
+
+    def __call__(self, linear: Linear) -> NativeLevelLinear | None:
+        if not _has_native_forms(linear):
+            return None
+        weight = linear.weight.detach()
+        return NativeLevelLinear(linear, *(_find_grids(weight, self.num_levels) or self._round(weight)))
+
+    def _round(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        runs = F.pad(weight, (0, -weight.shape[1] % self.run)).unflatten(1, (-1, self.run))
+        low, high = runs.aminmax(dim=2, keepdim=True)
+        steps = ((high - low) / (self.num_levels - 1)).clamp_(min=TINY)
+        levels = ((runs - low) / steps).round_().clamp_(max=self.num_levels - 1).to(torch.uint8)
+        return levels, torch.cat((steps, low), 2)
+
+
+EIGHT_BITS, FOUR_BITS = LevelForm(256, 64), LevelForm(16, 32)
 
 
 @dataclass(frozen=True)

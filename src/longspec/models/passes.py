@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from longspec.attention import Attention, AttentionPlan
@@ -90,8 +89,6 @@ def paged_pass(
             return native
         ops = ops_of(target.first_block.ffn)
         cos, sin = target.rope(positions)
-        if pages.keys.dtype == torch.float64:  # once for all layers
-            cos, sin = cos.double(), sin.double()
         return PlainPass(pages, places, (cos, sin), target.attention, plan, end, ops)
     from longspec.models.fused import FusedOps
 

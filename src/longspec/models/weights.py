@@ -16,8 +16,8 @@ from longspec.config import ModelConfig, Quantisation
 from longspec.errors import UserError, check_known
 from longspec.models.eight_bit import KINDS, EightBitForm
 from longspec.models.layers import LinearForm, replace_linears
-from longspec.models.native_linears import FloatForm, NativeInt8Linear, has_native_products, packed
-from longspec.models.quantised import HalfTable, Int4Linear, Int8Table
+from longspec.models.native_linears import EIGHT_BITS, FOUR_BITS, FloatForm, has_native_products, packed
+from longspec.models.tables import HalfTable, Int8Table
 from longspec.native.build import what_is_missing
 
 
@@ -33,9 +33,8 @@ class Rounding:
     """Per weight."""
     table_bytes: float
     """Per weight of the head, and of the embedding if that is rounded."""
-    wide_attention: bool = False
-    """Whether attention runs in fp64: if products round what they read, and torch attends. Our C code attends
-    in an order that depends on the text alone."""
+    keeps_grids: bool = False
+    """Whether matrices that have no more bits in the file are kept as they are."""
 
 
 def _half(dtype: torch.dtype) -> Rounding:
@@ -47,9 +46,9 @@ def _half(dtype: torch.dtype) -> Rounding:
 ROUNDINGS = {
     "float16": _half(torch.float16),
     "bfloat16": _half(torch.bfloat16),
-    "int8": Rounding(NativeInt8Linear, NativeInt8Linear, Int8Table, 1, 1),
+    "int8": Rounding(EIGHT_BITS, EIGHT_BITS, Int8Table, 1 + 8 / 64, 1 + 8 / 64, keeps_grids=True),
     # An int4 head or embedding would cost more words than it saves bytes.
-    "int4": Rounding(Int4Linear.of, NativeInt8Linear, Int8Table, 0.625, 1, wide_attention=True),
+    "int4": Rounding(FOUR_BITS, EIGHT_BITS, Int8Table, 1 / 2 + 8 / 32, 1 + 8 / 64),
 }
 # On a GPU, by our kernels. The embedding stays as it is: a step reads only a few of its rows.
 GPU_ROUNDINGS = {
@@ -104,12 +103,8 @@ class Precision:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """The dtype of keys and values. If products round their input, a difference in the last bit can grow
-        to a whole rounding step. So attention then runs in fp64, where the order of its sums does not change
-        the fp32 result."""
-        if self.kv_name:
-            return KINDS[self.kv_name]
-        return torch.float64 if self.rounding and self.rounding.wide_attention else self.dtype
+        """The dtype of keys and values."""
+        return KINDS[self.kv_name] if self.kv_name else self.dtype
 
     @property
     def stored_kind(self) -> torch.dtype | None:

@@ -40,9 +40,9 @@ class Matrix(ctypes.Structure):
 
     _fields_ = (
         ("weight", Pointer),
-        ("scales", Pointer),
+        ("grids", Pointer),
         ("bias", Pointer),
-        *_sizes("num_in", "num_out", "largest", "kept_in", "run"),
+        *_sizes("num_in", "num_out", "kept_in", "run"),
     )
 
 

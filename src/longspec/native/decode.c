@@ -1,5 +1,5 @@
-/* The products and the attention of decoding on a CPU, for weights in int8, fp32, bf16, fp16 or on grids, and keys
-   and values in fp32.
+/* The products and the attention of decoding on a CPU, for weights in fp32, bf16, fp16 or on grids, and keys and
+   values in fp32.
 
    What is computed for a token depends on that token and on what it sees, never on what is computed beside
    it: integer sums have no order, all else is summed per token in a fixed order. So a node of a tree gets the

@@ -11,49 +11,63 @@ enum { MOST_ROWS = 512, PART = 32 };
 /* What a product does with its input first. */
 enum { PLAIN, NORM, GATED };
 
-/* LANES pairs of weights in 16 bits. */
-static inline Pairs widened(const int8_t *weights) {
-#if defined(__AVX512BW__)
-    return (Pairs)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)weights));
-#elif defined(__AVX2__)
-    return (Pairs)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)weights));
-#else
-    Pairs wide;
-    for (int l = 0; l < 2 * LANES; l++) wide[l] = weights[l];
-    return wide;
-#endif
-}
+/* A rounded number of a row is 256 * high + low, at most LARGEST: two bytes. */
+enum { LARGEST = 127 * 256 + 127 };
 
-static inline Sums add_products(Sums sums, Pairs weights, Pairs row) {
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512BW__))
+/* The processor multiplies four bytes at a time, so the high bytes are multiplied first, then the low ones. */
+enum { HAS_BYTES = 1 };
+#else
+/* Pairs of 16 bits are multiplied: first those of even inputs, then those of odd ones. */
+enum { HAS_BYTES = 0 };
+#endif
+
+/* Add the products of four levels of each lane, or of the two of this `turn`, with those numbers of a row. */
+static inline __attribute__((always_inline)) Sums add_levels(Sums sums, Sums levels, Word numbers, const int turn) {
+    Sums row = (Sums){0} + numbers;
 #if defined(__AVX512VNNI__)
-    return (Sums)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)weights, (__m512i)row);
-#elif defined(__AVX512BW__)
-    return sums + (Sums)_mm512_madd_epi16((__m512i)weights, (__m512i)row);
+    return (Sums)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)levels, (__m512i)row);
+#elif defined(__AVXVNNI__) && !defined(__AVX512BW__)
+    return (Sums)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)levels, (__m256i)row);
+#else
+    levels = (turn ? levels >> 8 : levels) & 0xff00ff;
+#if defined(__AVX512BW__)
+    return sums + (Sums)_mm512_madd_epi16((__m512i)levels, (__m512i)row);
 #elif defined(__AVX2__)
-    return sums + (Sums)_mm256_madd_epi16((__m256i)weights, (__m256i)row);
+    return sums + (Sums)_mm256_madd_epi16((__m256i)levels, (__m256i)row);
 #else
     for (int l = 0; l < LANES; l++)
-        sums[l] += (int32_t)weights[2 * l] * row[2 * l] + (int32_t)weights[2 * l + 1] * row[2 * l + 1];
+        sums[l] += (levels[l] & 0xffff) * (int16_t)row[l] + (levels[l] >> 16) * (row[l] >> 16);
     return sums;
+#endif
 #endif
 }
 
-/* Round a row to integers of at most `largest`; returns their unit, which is nan if the row is not finite. */
-static float round_row(const float *x, int64_t n, int64_t largest, int16_t *rounded) {
-    float peak = 0;
-    int32_t bad = 0;
-    for (int64_t i = 0; i < n; i++) {
+/* A run of a row is rounded to `run` / 4 words for each turn, then its unit, and its sum as a number. */
+static inline int64_t words_per_run(int64_t run) { return run / 2 + 2; }
+
+/* Round `count` numbers of a row, padded to a run. The unit is nan if one of them is not finite. */
+static void round_run(const float *x, int64_t count, int64_t run, Word *words) {
+    float peak = 0, steps = 0, *facts = (float *)(words + run / 2);
+    int32_t bad = 0, total = 0;
+    for (int64_t i = 0; i < count; i++) {
         float size = fabsf(x[i]);
         bad |= !(size <= FLT_MAX);
         peak = size > peak ? size : peak;
     }
-    if (bad || peak < 1e-30f) {
-        memset(rounded, 0, n * sizeof *rounded);
-        return bad ? NAN : 0.0f;
+    if (!bad && peak >= 1e-30f) steps = LARGEST / peak;
+    memset(words, 0, run / 2 * sizeof *words);
+    for (int64_t i = 0; i < count && steps > 0; i++) {
+        int32_t number = (int32_t)rintf(x[i] * steps), high = (number + 128) >> 8;
+        total += number;
+        if (HAS_BYTES) {
+            ((int8_t *)words)[i] = (int8_t)high;
+            ((int8_t *)words)[run + i] = (int8_t)(number - 256 * high);
+        } else
+            ((int16_t *)words)[i % 2 * (run / 2) + i / 2] = (int16_t)number;
     }
-    float steps = largest / peak;
-    for (int64_t i = 0; i < n; i++) rounded[i] = (int16_t)(int32_t)rintf(x[i] * steps);
-    return peak / largest;
+    facts[0] = bad ? NAN : steps > 0 ? peak / LARGEST : 0;
+    facts[1] = facts[0] * (float)total;
 }
 
 static inline Vector gated(Vector gate, Vector up) { return gate / (exponentials(-gate) + 1.0f) * up; }
@@ -88,14 +102,13 @@ typedef struct {
     float eps;
     int64_t num_rows, pairs_per_item;
     Word *inputs; /* the rows after `form`: the first words of ROWS rows side by side, then the second ones, ... */
-    float *units; /* of the rows for int8; else NULL */
     float *out;
 } Product;
 
 /* How many words a row has. */
-static inline int64_t words_of(const Product *one) {
-    int64_t n = one->matrix->num_in;
-    return one->matrix->kept_in == INT8 ? (n + 1) / 2 : n;
+static inline int64_t words_of(const Matrix *matrix) {
+    int rounds = matrix->kept_in == LEVELS8 || matrix->kept_in == LEVELS4;
+    return rounds ? runs_of(matrix) * words_per_run(matrix->run) : matrix->num_in;
 }
 
 /* How many rows' inputs lie side by side with those of a row, itself included. */
@@ -106,7 +119,7 @@ static inline int64_t rows_beside(const Product *one, int64_t row) {
 
 /* The first of a row's inputs. */
 static inline Word *inputs_of(const Product *one, int64_t row) {
-    return one->inputs + row / ROWS * ROWS * words_of(one) + row % ROWS;
+    return one->inputs + row / ROWS * ROWS * words_of(one->matrix) + row % ROWS;
 }
 
 /* Put sums, or add them, to LANES outputs of a row; the last block of a matrix may have fewer. */
@@ -129,41 +142,67 @@ static inline __attribute__((always_inline)) void fetch_next(const void *weight,
                                                              int64_t num_inputs, int64_t row, const int kept_in) {
     int64_t bytes = LANES * WEIGHT_BITS[kept_in] / 8, next = 2 * n * bytes;
     if (row || kept_in == FP32) return;
-    if (kept_in == GRID4) {
+    if (kept_in == GRID4 || kept_in == LEVELS4) {
         fetch((const uint8_t *)weight + next + input * LANES, num_inputs * LANES);
         return;
     }
     for (int b = 0; b < 2; b++) fetch((const uint8_t *)weight + next + (b * n + input) * bytes, num_inputs * bytes);
 }
 
+/* The levels of one or two blocks at four inputs; both blocks have `n` inputs. */
+static inline __attribute__((always_inline)) void levels_of(const uint8_t *weight, int64_t n, int64_t input,
+                                                            const int blocks, const int kept_in, Sums *both) {
+    both[0] = *(const Sums *)(weight + input * LANES);
+    if (kept_in == LEVELS8) {
+        if (blocks == 2) both[1] = *(const Sums *)(weight + (n + input) * LANES);
+        return;
+    }
+    if (blocks == 2) both[1] = both[0] >> 4 & 0x0f0f0f0f;
+    both[0] &= 0x0f0f0f0f;
+}
+
 /* Two blocks of LANES outputs, or one, of `count` rows from `row` on, whose inputs lie side by side with those of
-   `side` rows; `weight` is that of the first block. */
-static inline __attribute__((always_inline)) void int8_outputs(const Product *one, const int8_t *weight, int64_t block,
-                                                               const int blocks, int64_t row, const int count,
-                                                               const int64_t side) {
-    int64_t pairs = words_of(one);
+   `side` rows; `weight` is that of the first block. Integers are added within a run, which has no order. */
+static inline __attribute__((always_inline)) void level_outputs(const Product *one, const uint8_t *weight,
+                                                                int64_t block, const int blocks, int64_t row,
+                                                                const int count, const int64_t side,
+                                                                const int kept_in) {
+    int64_t run = one->matrix->run, runs = runs_of(one->matrix), n = runs * run, grids = runs * 2 * LANES;
     const Word *x = inputs_of(one, row);
-    Sums sums[ROWS][2] = {{{0}}};
-    for (int64_t i = 0; i < pairs; i++) {
-        if (i % (PART / 2) == 0) fetch_next(weight, 2 * pairs, 2 * i, PART, row, INT8);
-        Pairs first = widened(weight + i * 2 * LANES);
-        Pairs second = blocks == 2 ? widened(weight + (pairs + i) * 2 * LANES) : first;
+    const float *grid = grid_of(one->matrix, block);
+    Vector sums[ROWS][2] = {{{0}}};
+    for (int64_t first = 0; first < n; first += run, grid += 2 * LANES, x += 2 * side) {
+        Sums totals[ROWS][2] = {{{0}}};
+        fetch_next(weight, n, first, run, row, kept_in);
+        for (int b = 2; b < 4 && !row; b++) fetch(grid + b * grids, 2 * LANES * sizeof *grid);
+#pragma GCC unroll 2
+        for (int turn = 0; turn < 2; turn++) {
 #pragma GCC unroll 8
-        for (int r = 0; r < count; r++) {
-            Pairs both = (Pairs)((Sums){0} + x[i * side + r]);
-            sums[r][0] = add_products(sums[r][0], first, both);
-            if (blocks == 2) sums[r][1] = add_products(sums[r][1], second, both);
+            for (int r = 0; r < count; r++)
+                for (int b = 0; b < blocks; b++) totals[r][b] <<= HAS_BYTES ? 8 : 0;
+            for (int64_t input = first; input < first + run; input += 4, x += side) {
+                Sums both[2];
+                levels_of(weight, n, input, blocks, kept_in, both);
+#pragma GCC unroll 8
+                for (int r = 0; r < count; r++)
+                    for (int b = 0; b < blocks; b++) totals[r][b] = add_levels(totals[r][b], both[b], x[r], turn);
+            }
         }
+#pragma GCC unroll 8
+        for (int r = 0; r < count; r++)
+            for (int b = 0; b < blocks; b++) {
+                const Vector *facts = (const Vector *)(grid + b * grids);
+                Vector total = __builtin_convertvector(totals[r][b], Vector) * ((const float *)x)[r];
+                sums[r][b] = multiply_add(total, facts[0], sums[r][b]);
+                sums[r][b] = add_scaled(sums[r][b], ((const float *)x)[side + r], facts[1]);
+            }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < count; r++)
-        for (int b = 0; b < blocks; b++) {
-            Vector scales = *(const Vector *)(one->matrix->scales + (block + b) * LANES);
-            put(one, row + r, block + b, __builtin_convertvector(sums[r][b], Vector) * (scales * one->units[row + r]));
-        }
+        for (int b = 0; b < blocks; b++) put(one, row + r, block + b, sums[r][b]);
 }
 
-/* The same with weights that are no integers: inputs are added one after the other. */
+/* The same with rows and weights that are numbers: inputs are added one after the other. */
 static inline __attribute__((always_inline)) void float_outputs(const Product *one, const void *weight, int64_t block,
                                                                 const int blocks, int64_t row, const int count,
                                                                 const int64_t side, const int kept_in) {
@@ -196,8 +235,8 @@ static inline __attribute__((always_inline)) void float_outputs(const Product *o
 static inline __attribute__((always_inline)) void outputs(const Product *one, const void *weight, int64_t block,
                                                           const int blocks, int64_t row, const int count,
                                                           const int64_t side, const int kept_in) {
-    if (kept_in == INT8)
-        int8_outputs(one, weight, block, blocks, row, count, side);
+    if (kept_in == LEVELS8 || kept_in == LEVELS4)
+        level_outputs(one, weight, block, blocks, row, count, side, kept_in);
     else
         float_outputs(one, weight, block, blocks, row, count, side, kept_in);
 }
@@ -223,15 +262,15 @@ static inline __attribute__((always_inline)) void columns(const Product *one, co
 /* Up to ROWS rows, because what lies side by side is written by one thread. */
 static void prepare_rows(const void *job, int64_t group) {
     const Product *one = job;
-    int64_t n = one->matrix->num_in, words = words_of(one), first = group * ROWS, side = rows_beside(one, first);
+    const Matrix *matrix = one->matrix;
+    int64_t n = matrix->num_in, run = matrix->run, words = words_of(matrix), first = group * ROWS;
+    int64_t side = rows_beside(one, first), rounds = matrix->kept_in == LEVELS8 || matrix->kept_in == LEVELS4;
     float *changed = malloc(n * sizeof *changed);
-    Word *rounded = one->units ? malloc(words * sizeof *rounded) : NULL, *inputs = inputs_of(one, first);
+    Word *rounded = rounds ? malloc(words * sizeof *rounded) : NULL, *inputs = inputs_of(one, first);
     for (int64_t r = 0; r < side; r++) {
         change(one->form, one->x + (first + r) * (one->form == GATED ? 2 * n : n), one->norm, one->eps, n, changed);
-        if (rounded) {
-            rounded[words - 1] = 0; /* the second number of the last pair may not be there */
-            one->units[first + r] = round_row(changed, n, one->matrix->largest, (int16_t *)rounded);
-        }
+        for (int64_t i = 0; rounded && i < n; i += run)
+            round_run(changed + i, i + run < n ? run : n - i, run, rounded + i / run * words_per_run(run));
         const Word *row = rounded ? rounded : (const Word *)changed;
         for (int64_t i = 0; i < words; i++) inputs[i * side + r] = row[i];
     }
@@ -260,7 +299,9 @@ static inline __attribute__((always_inline)) void grid_columns(const Product *on
 /* All blocks of an item. */
 static inline __attribute__((always_inline)) void multiply(const Product *one, int64_t item, const int kept_in) {
     const int has_grids = kept_in == GRID8 || kept_in == GRID4;
-    int64_t n = one->matrix->num_in, bytes = (kept_in == INT8 ? (n + 1) / 2 * 2 : n) * LANES * WEIGHT_BITS[kept_in] / 8;
+    const int has_levels = kept_in == LEVELS8 || kept_in == LEVELS4;
+    int64_t n = has_levels ? runs_of(one->matrix) * one->matrix->run : one->matrix->num_in;
+    int64_t bytes = n * LANES * WEIGHT_BITS[kept_in] / 8;
     int64_t blocks = (one->matrix->num_out + LANES - 1) / LANES, last = (item + 1) * one->pairs_per_item * 2;
     Vector *expanded = has_grids && one->num_rows >= 8 * ROWS ? malloc(2 * n * sizeof *expanded) : NULL;
     for (int64_t block = item * one->pairs_per_item * 2; block < last && block < blocks; block += 2) {
@@ -280,14 +321,15 @@ static inline __attribute__((always_inline)) void multiply(const Product *one, i
 }
 
 /* One function for each kind of weights, because to compile all kinds in one function takes twice as long. */
-static void multiply_int8(const void *job, int64_t item) { multiply(job, item, INT8); }
 static void multiply_fp32(const void *job, int64_t item) { multiply(job, item, FP32); }
 static void multiply_bf16(const void *job, int64_t item) { multiply(job, item, BF16); }
 static void multiply_fp16(const void *job, int64_t item) { multiply(job, item, FP16); }
 static void multiply_grid8(const void *job, int64_t item) { multiply(job, item, GRID8); }
 static void multiply_grid4(const void *job, int64_t item) { multiply(job, item, GRID4); }
-static Work *const multiplications[] = {multiply_int8, multiply_fp32,  multiply_bf16,
-                                        multiply_fp16, multiply_grid8, multiply_grid4};
+static void multiply_levels8(const void *job, int64_t item) { multiply(job, item, LEVELS8); }
+static void multiply_levels4(const void *job, int64_t item) { multiply(job, item, LEVELS4); }
+static Work *const multiplications[] = {multiply_fp32,  multiply_bf16,    multiply_fp16,   multiply_grid8,
+                                        multiply_grid4, multiply_levels8, multiply_levels4};
 
 /* out [rows, num_out] becomes, or grows by, the product of x [rows, num_in], or of gate and up
    [rows, 2 num_in]. */
@@ -295,16 +337,14 @@ void product(const Matrix *matrix, int form, const float *x, const float *norm, 
              int adds, float *out, int threads) {
     int64_t pairs = (matrix->num_out + 2 * LANES - 1) / (2 * LANES), items = pairs < 8 * threads ? pairs : 8 * threads;
     int64_t per_item = pairs / items, n = matrix->num_in, most = num_rows < MOST_ROWS ? num_rows : MOST_ROWS;
-    Word *inputs = malloc(most * n * sizeof *inputs);
-    float *units = matrix->kept_in == INT8 ? malloc(most * sizeof *units) : NULL;
+    Word *inputs = malloc(most * words_of(matrix) * sizeof *inputs);
     for (int64_t row = 0; row < num_rows; row += most) {
         int64_t count = num_rows - row < most ? num_rows - row : most;
         const float *from = x + row * (form == GATED ? 2 * n : n);
         float *to = out + row * matrix->num_out;
-        Product job = {matrix, form, adds, from, norm, eps, count, per_item, inputs, units, to};
+        Product job = {matrix, form, adds, from, norm, eps, count, per_item, inputs, to};
         share(prepare_rows, &job, (count + ROWS - 1) / ROWS, threads);
         share(multiplications[matrix->kept_in], &job, (pairs + per_item - 1) / per_item, threads);
     }
-    free(units);
     free(inputs);
 }

@@ -22,8 +22,7 @@ enum { LANES = 8, ROWS = 4, TILES = 2, WEIGHED = 2 };
 /* Vectors need not be aligned in memory. */
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Sums __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int16_t Pairs __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
-/* A float, or a pair of numbers of 16 bits. */
+/* A float, or small numbers side by side: four of 8 bits, or two of 16. */
 typedef int32_t Word __attribute__((may_alias));
 
 /* A vector that stays in a register: compilers like to load it again for each use, but a processor that multiplies as

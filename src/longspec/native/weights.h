@@ -4,20 +4,21 @@
 
 #include "vectors.h"
 
-/* What weights are kept in, and how many bits each of them takes: on grids, a level of 8 or of 4. */
-enum { INT8, FP32, BF16, FP16, GRID8, GRID4 };
-static const int64_t WEIGHT_BITS[] = {8, 32, 16, 16, 8, 4};
+/* What weights are kept in, and how many bits each of them takes: numbers; or levels of 8 or 4 bits on grids, which
+   are multiplied as the numbers that they stand for (GRID), or as integers, by rows that are rounded too (LEVELS). */
+enum { FP32, BF16, FP16, GRID8, GRID4, LEVELS8, LEVELS4 };
+static const int64_t WEIGHT_BITS[] = {32, 16, 16, 8, 4, 8, 4};
 
-/* A matrix [num_out, num_in]. In int8, `weight` is padded to [outputs / LANES, inputs / 2, LANES, 2], `scales` and
-   `bias` to as many outputs. Otherwise it is padded to [outputs / LANES, inputs, LANES], and there are no scales,
-   except on grids: there a weight is a level, and for every `run` inputs of an output `scales`, padded to
-   [outputs / LANES, inputs / run, 2, LANES], has the step and the base of its grid. Levels of 4 bits lie in the lower
-   and upper halves of bytes [outputs / LANES / 2, inputs, LANES]: two blocks of outputs. */
+/* A matrix [num_out, num_in]. `weight` is padded to [outputs / LANES, inputs, LANES], `bias` to as many outputs. For
+   every `run` inputs of an output `grids`, padded to [outputs / LANES, inputs / run, 2, LANES], has the step and the
+   base of the grid on which its weights lie. Levels of 4 bits lie in the lower and upper halves of bytes
+   [outputs / LANES / 2, inputs, LANES]: two blocks of outputs. LEVELS are padded to whole runs of inputs, and four
+   inputs of an output lie side by side: [..., inputs / 4, LANES, 4]. */
 typedef struct {
     const void *weight;
-    const float *scales; /* or NULL */
+    const float *grids; /* or NULL */
     const float *bias; /* or NULL */
-    int64_t num_in, num_out, largest, kept_in, run;
+    int64_t num_in, num_out, kept_in, run;
 } Matrix;
 
 /* How weights must be laid out. */
@@ -83,9 +84,12 @@ static inline __attribute__((always_inline)) Vector weights_at(const void *weigh
 #endif
 }
 
+/* Of an output; the last one of LEVELS may be shorter. */
+static inline int64_t runs_of(const Matrix *matrix) { return (matrix->num_in + matrix->run - 1) / matrix->run; }
+
 /* The steps and bases of a block's runs. */
 static const float *grid_of(const Matrix *matrix, int64_t block) {
-    return matrix->scales + block * (matrix->num_in / matrix->run) * 2 * LANES;
+    return matrix->grids + block * runs_of(matrix) * 2 * LANES;
 }
 
 /* The weights of one or two blocks at an input; `grids` is the distance between the grids of two blocks. */

@@ -55,6 +55,9 @@ class SequenceMaker:
             raise UserError("there are no prompts; give at least one")
         sampling = Sampling(**(vars(self.defaults) | settings.sampling))
         eos_ids = self.eos_ids if settings.eos_ids is None else settings.eos_ids
+        wrong = next((one for one in settings.eos_ids or () if not 0 <= one < self.vocab_size), None)
+        if wrong is not None:
+            raise UserError(f"one of eos_ids is {wrong}; the target's tokens are 0 to {self.vocab_size - 1}")
         sequences, texts = [], []
         for prompt, seed in zip(prompts, seeds_for(settings.seed, len(prompts)), strict=True):
             tokens = self.encoder.encode(prompt, settings.raw, self.vocab_size)

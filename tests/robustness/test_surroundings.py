@@ -136,5 +136,9 @@ def test_scores_that_are_no_numbers_are_told(tiny_folder: Path, tmp_path: Path, 
 def test_raw_must_be_true_or_false(tiny: LongSpec) -> None:
     with pytest.raises(UserError, match="raw is 'no'; True or False is needed"):
         tiny.generate("x", raw="no")  # type: ignore[call-overload]
+    with pytest.raises(UserError, match=r"one of eos_ids is 184.*; the target's tokens are 0 to 49151"):
+        tiny.generate("x", eos_ids=[2**64])
+    least = tiny.generate("x", temperature=1.0, top_p=1e-46, seed=1, max_new_tokens=8)
+    assert least.token_ids == tiny.generate("x", max_new_tokens=8).token_ids, "the best token is always kept"
     with pytest.raises(UserError, match=r"temperature is 1000.*; a finite number is needed"):
         tiny.generate("x", temperature=10**400)

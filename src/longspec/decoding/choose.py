@@ -51,6 +51,7 @@ class SamplingRows:
         """Give rows [n] these settings, and clear what they have seen."""
         names = ("temperature", "top_p", "min_p", "repetition_penalty", "top_k")
         numbers = torch.tensor([[min(getattr(one, name), 2**31) for one in settings] for name in names])
+        numbers[1].clamp_(min=torch.finfo(torch.float32).tiny)  # the best token is always kept
         if rows.is_cuda:
             # From pinned memory, because other copies wait for all queued work.
             numbers = numbers.pin_memory().to(rows.device, non_blocking=True)

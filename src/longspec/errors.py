@@ -23,6 +23,10 @@ class UserError(ValueError):
     """
 
 
+class BrokenTarget(UserError):
+    """The target cannot compute as it was loaded; no request can change that."""
+
+
 @contextlib.contextmanager
 def naming(source: object) -> Iterator[None]:
     """Put the source of a bad value, such as a file, in front of the message."""

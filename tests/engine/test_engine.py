@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,11 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from longspec import LongSpec, UserError
+from longspec.attention import choose_backend
 from longspec.decoding.methods import VANILLA, Auto, Lookup, MagicDec, Seq, Tree
 from longspec.decoding.sampling import AcceptanceRule, Sampling
 from longspec.engine import chunks
+from longspec.engine.costs import measure
 from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence
+from longspec.errors import BrokenTarget
 from tests.decoding.scripted import ask, tiny_draft, tiny_engine, tiny_target
 
 V, PAGE = 61, 8
@@ -247,6 +252,36 @@ def test_pages_run_out_and_nothing_is_lost() -> None:
     paused = engine.statistics.num_paused
     assert 0 < paused < 20, "who is paused waits until there is room"
     assert sum(one.num_first - 1 for one in sequences) <= paused
+    told = engine.statistics
+    assert told.prompt_tokens == sum(wish.own for wish in planned), "each prompt counts once"
+    assert told.shared_tokens == sum(one.num_shared for one in sequences) == 0
+    check_rests(engine)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_who_runs_out_of_pages_does_not_wait_for_a_long_prompt(
+    runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where launches are in flight at all times, as on a GPU."""
+    monkeypatch.setattr(chunks, "PLAIN_BESIDE", 4)
+    engine = small_engine(max_rows=2, num_pages=14)
+    engine.loop.runs_ahead = runs_ahead
+    young = Sequence([place % V for place in range(90)], 4, method=VANILLA)
+    old, turns, news = Sequence([1] * 10, 60, method=VANILLA), [0], list[int]()
+    old.stop_after = submitter(engine, old, 3, young)
+    old.on_news = lambda _: news.append(turns[0])
+    turn = engine.loop.turn
+
+    def counted() -> None:
+        turns[0] += 1
+        turn()
+
+    monkeypatch.setattr(engine.loop, "turn", counted)
+    engine.run([old])
+    engine.lead(lambda: young.finished)
+    assert engine.statistics.num_paused == 1
+    assert max(later - earlier for earlier, later in itertools.pairwise(news)) <= 3
+    assert (len(old.tokens), len(young.tokens)) == (60, 4)
     check_rests(engine)
 
 
@@ -310,10 +345,18 @@ def contents(engine: Engine, pages: list[int]) -> list[torch.Tensor]:
     return [x[:, :, page * size : (page + 1) * size].clone() for x in (kv.keys, kv.values) for page in pages]
 
 
-def test_questions_about_one_document_prefill_it_once(engine: Engine) -> None:
+def test_questions_about_one_document_prefill_it_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     document = [(3 * place) % V for place in range(5 * PAGE)]
     prompts = [[*document, question, question] for question in (1, 2, 3, 4)]
-    asked = ask(engine, prompts, METHODS["tree"], new=20)
+    pool = engine.scheduler.pool
+    with monkeypatch.context() as patch:
+        patch.setattr(chunks, "PLAIN_BESIDE", 8)
+        hashes = Mock(side_effect=pool.hashes)
+        patch.setattr(pool, "hashes", hashes)
+        asked = ask(engine, prompts, METHODS["tree"], new=20)
+    assert hashes.call_count == 2 * 4, "at the beginning and at the end, not while they wait"
     assert [one.num_shared for one in asked] == [0, 40, 40, 40], "also where they come together"
     assert engine.statistics.prompt_tokens == 4 * 42
     assert engine.statistics.shared_tokens == 3 * 40
@@ -382,6 +425,44 @@ def test_an_error_reaches_every_caller_and_the_engine_goes_on(
     check_rests(engine)
     again = ask(engine, [[1, 2, 3], [4, 5]], METHODS["seq"])
     assert [one.tokens for one in again] == [one.tokens for one in expected]
+
+
+def test_what_is_measured_does_not_spoil_later_answers(engine: Engine) -> None:
+    prompt = [place % V for place in range(70)]
+    before = ask(engine, [prompt], METHODS["tree"], new=20)[0]
+    ask(engine, [[7] * 80], new=8)
+    pages = pages_of(engine, prompt)
+    kept = contents(engine, pages)
+    with engine.paused() as device:
+        measure(device, engine.candidates[:1])
+    found = pages_of(engine, prompt)
+    assert all(map(torch.equal, contents(engine, found), kept if found else []))
+    assert ask(engine, [prompt], METHODS["tree"], new=20)[0].tokens == before.tokens
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_numbers_that_overflow_in_an_answer_end_it(backend: str) -> None:
+    target = tiny_target(3, vocab_size=V)
+    target.attention = choose_backend(backend)
+    sizes = {"max_length": 48, "max_rows": 2, "num_pages": 12}
+    prompt, new = [1, 2, 3], 6 if backend == "triton" else 20
+    said = ask(tiny_engine(target, tiny_draft(target), **sizes), [prompt], VANILLA, new=new)[0].tokens
+    place = next(i for i in range(2, new - 1) if said[i] not in [*prompt, *said[:i]])
+    target.embedding[said[place]] = torch.inf
+    engine = tiny_engine(target, tiny_draft(target), **sizes)
+    assert engine.models.fused == (backend == "triton")
+    cases: list[tuple[Any, int, int | None]] = [(METHODS["seq"], 1, None), (VANILLA, 1, 2)]
+    if backend == "torch":
+        cases += [(VANILLA, 1, None), (VANILLA, 4, None), (METHODS["tree"], 1, None)]
+    for method, ahead, num_logprobs in cases:
+        one = Sequence(prompt, new, method=method, num_logprobs=num_logprobs)
+        with pytest.raises(BrokenTarget, match="scores are not finite"):
+            list(engine.run_each([one], ahead))
+        assert one.tokens == said[: len(one.tokens)]
+        assert len(one.tokens) <= place + 1
+    fine = Sequence(prompt, place, method=METHODS["seq"])
+    engine.run([fine])
+    assert fine.tokens == said[:place], "the engine goes on"
 
 
 def test_a_long_prompt_holds_nobody_up_for_more_than_a_chunk(

@@ -22,6 +22,7 @@ import httpx
 import openai
 import psutil
 import pytest
+import torch
 from openai import OpenAI
 
 from longspec import LongSpec
@@ -230,6 +231,8 @@ def test_answers_keep_to_a_schema(server: Live, client: OpenAI) -> None:
         assert isinstance(found["people"], int)
         said.add(sampled.choices[0].message.content)
     assert len(said) == 2
+    both = client.chat.completions.create(**options, response_format=wanted, temperature=1, seed=1, n=2)
+    assert {choice.message.content for choice in both.choices} == said, "one grammar, and a state for each"
     # The words do not depend on the method that was asked for, nor on a stream.
     chunks = client.chat.completions.create(
         **options, response_format=wanted, temperature=1, seed=2, stream=True, extra_body={"method": "lookup"}
@@ -351,6 +354,12 @@ def test_a_head_without_end_is_refused(server: Live) -> None:
         link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nA: ")
         with pytest.raises(ConnectionError):
             link.sendall(b"a" * 65_536_000)
+    ask = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    for trailer in (b"a" * 10_000, b"A: " + b"a" * 1000 + b"\r\n"):
+        with socket.create_connection((host, int(port)), timeout=60) as link:
+            link.sendall(ask)
+            with pytest.raises(ConnectionError):
+                link.sendall(trailer * 10_000)
     usual = httpx.get(f"{server.address}/health", headers={"A": "a" * 60_000})
     assert usual.status_code == 200
 
@@ -406,6 +415,18 @@ def test_a_failing_engine_is_told_and_gets_over_it(
         with pytest.raises(openai.InternalServerError, match="RuntimeError"):
             server.client().completions.create(**options)
         assert httpx.get(f"{server.address}/health").status_code == 503
+    # What no request can change is no request's fault, and a request that is refused is no good sign.
+    table = server.model.target.embedding
+    kept = table.clone()
+    table.fill_(torch.inf)
+    server.model.reset()
+    for request in (options, options | {"logprobs": 1}):
+        with pytest.raises(openai.InternalServerError, match="scores are not finite"):
+            server.client().completions.create(**request)
+    with pytest.raises(openai.BadRequestError):
+        server.client().completions.create(**options | {"max_tokens": 9000})
+    assert httpx.get(f"{server.address}/health").status_code == 503
+    table.copy_(kept)
     assert server.client().completions.create(**options).choices[0].text
     assert httpx.get(f"{server.address}/health").status_code == 200
 

@@ -136,7 +136,8 @@ def settle(
     pages: Pages, rows: Slots, tree: TokenTree, hidden: Tensor, found: Accepted, accumulate: bool
 ) -> None:
     """Commit the accepted path of the rows that are running and active, and update their slots. Reads nothing
-    back to the host. With `accumulate`, the draft has not read the tokens of earlier rounds either."""
+    back to the host. With `accumulate`, the draft has not read the tokens of earlier rounds either. If the
+    target's numbers are not finite, the first reported token is -1."""
     moving, lengths = rows.running & rows.active, rows.lengths
     num_kept = (found.num_accepted + 1) * moving
     if not tree.is_chain:
@@ -147,10 +148,11 @@ def settle(
     steps = torch.arange(emitted.shape[1], device=emitted.device)
     real = steps < num_kept[:, None]
     _note_text(rows, emitted, real)
-    index = torch.arange(rows.num_rows, device=hidden.device)
-    rows.feature.copy_(torch.where(moving[:, None], hidden[index, found.path[:, -1]], rows.feature))
+    last = hidden[torch.arange(rows.num_rows, device=hidden.device), found.path[:, -1]]
+    rows.feature.copy_(torch.where(moving[:, None], last, rows.feature))
     rows.report[:, 0] = num_kept
     rows.report[:, 1 : 1 + emitted.shape[1]] = emitted
+    rows.report[:, 1].masked_fill_(moving & ~last.isfinite().all(-1), -1)
     before = rows.num_unread if accumulate else torch.zeros_like(num_kept)
     rows.num_unread.copy_(torch.where(moving, before + num_kept, rows.num_unread))
     hit = ((emitted[:, :, None] == rows.eos_ids[:, None]).any(-1) & real).any(-1)

@@ -240,7 +240,7 @@ class Device:
     @on_every_rank
     def place_rows(self, num_rows: int, context: int) -> None:
         """Let the first rows run as if they had texts of `context` tokens, to time rounds. Rows may share
-        pages, because no sequence holds any."""
+        pages, because no text's KV is kept (`Engine.paused`)."""
         rows, pages = self.slots.first(num_rows), self.models.pages.num_pages
         numbers = torch.arange(rows.tables.numel(), device=rows.tables.device).view(rows.tables.shape)
         rows.tables.copy_(numbers % pages + 1)

@@ -281,11 +281,13 @@ class Engine:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[Device]:
-        """Give the device to the caller alone; no sequence may be waiting or running."""
+        """Give the device to the caller alone; no sequence may be waiting or running. The KV of finished
+        texts is dropped, because the caller may overwrite it."""
         with self._leads, torch.inference_mode(), on_device(self.models.target.device):
             self._leader = threading.get_ident()
             self.loop.drain()
             assert not self.loop.is_busy, "sequences are being answered"
+            self.scheduler.pool.forget_all()
             try:
                 yield self.device
             finally:

@@ -18,7 +18,7 @@ from longspec.engine.device import Device, Group
 from longspec.engine.scheduler import Scheduler, Seat
 from longspec.engine.sequence import Sequence
 from longspec.engine.transfer import Report
-from longspec.errors import UserError
+from longspec.errors import BrokenTarget, UserError
 
 # Launches that the host may have queued before it reads the first of them.
 IN_FLIGHT = 2
@@ -55,6 +55,8 @@ class Loop:
     ) -> None:
         self.device, self.models, self.scheduler = device, device.models, scheduler
         self.policy, self.chunks = policy, Chunks(device.models)
+        self.runs_ahead = self.models.target.device.type == "cuda"
+        """Whether the device computes while the host goes on."""
         self.ahead = 1
         """Vanilla rounds that are launched before the host looks at the first of them."""
         self.num_prompt_tokens, self.num_shared_tokens = 0, 0
@@ -104,14 +106,13 @@ class Loop:
         launched = False
         for _ in range(self.ahead):
             launched |= self._launch_prompts()
-        runs_ahead = self.models.target.device.type == "cuda"
-        if not runs_ahead:
+        if not self.runs_ahead:
             # The first tokens are there already. Read them now, because a round takes time, and that time
             # must not count as the prompt's.
             self.drain()
         for group, seats in self._groups():
             launched |= self._launch_guided(seats) if group is None else self._launch_round(group, seats)
-        in_flight = IN_FLIGHT if launched and runs_ahead else 0
+        in_flight = IN_FLIGHT if launched and self.runs_ahead else 0
         while len(self._flight) > in_flight:
             self._read()
 
@@ -120,8 +121,9 @@ class Loop:
         if not seats:
             return
         for seat in seats:
-            self.num_prompt_tokens += len(seat.text)
-            self.num_shared_tokens += seat.computed
+            if not seat.sequence.was_paused:
+                self.num_prompt_tokens += len(seat.text)
+                self.num_shared_tokens += seat.computed
             self._reserve(seat.sequence)
         self._learn_words((token for seat in seats for token in reversed(seat.text)), seats)
         self.device.admit(
@@ -272,44 +274,49 @@ class Loop:
     def _have_pages(self, seats: list[Seat], num_entries: int) -> bool:
         """Give every row the pages that a round needs; False if that ended or paused sequences."""
         size, grown = self.scheduler.pool.size, list[tuple[int, int, list[int]]]()
-        lacking: tuple[Seat, int] | None = None
+        lacking: Seat | None = None
         for seat in seats:
-            # What a round writes behind the text's limit goes to the dump page.
-            end, before = seat.length + num_entries, len(seat.pages)
-            if end <= before * size:
+            before = len(seat.pages)
+            if seat.length + num_entries <= before * size:
                 continue
-            end = min(end, seat.sequence.limit + MOST_NODES)
-            pages = self.scheduler.grow(seat, end)
+            pages = self._grow(seat, num_entries)
             if pages is None:
-                lacking = seat, end
+                lacking = seat
                 break
             if pages:
                 grown.append((seat.slot, before, pages))
         if grown:
             self.device.extend(*zip(*grown, strict=True))
         if lacking is not None:
-            self._make_room(*lacking)
+            self._make_room(lacking, num_entries)
         return lacking is None
+
+    def _grow(self, seat: Seat, num_entries: int) -> list[int] | None:
+        """Take pages for so many new entries; returns them, or None if there are too few."""
+        # What a round writes behind the text's limit goes to the dump page.
+        return self.scheduler.grow(seat, min(seat.length + num_entries, seat.sequence.limit + MOST_NODES))
 
     def _make_room(self, seat: Seat, num_entries: int) -> None:
         """Pause the youngest sequences. First read all launches, because one of them may have ended a
         sequence."""
-        if self._flight:
-            self.drain()
-            return
-        before, pages = len(seat.pages), None
+        self.drain()
         # Take the freed pages at once: otherwise the paused sequence would get them back.
-        while pages is None and self.scheduler.has(seat):
+        while self.scheduler.has(seat):
+            before = len(seat.pages)
+            pages = self._grow(seat, num_entries)
+            if pages is not None:
+                if pages:
+                    self.device.extend([seat.slot], [before], [pages])
+                return
             youngest = list(self.scheduler.seats.values())[-1]
             if youngest is seat and len(self.scheduler.seats) == 1:
                 self._refuse(seat)
                 return
             self.device.release([youngest.slot])
-            self.scheduler.pause(youngest, num_entries if youngest is seat else youngest.length + 1)
-            if youngest is not seat:
-                pages = self.scheduler.grow(seat, num_entries)
-        if pages:
-            self.device.extend([seat.slot], [before], [pages])
+            wanted = num_entries if youngest is seat else 1
+            self.scheduler.pause(
+                youngest, min(youngest.length + wanted, youngest.sequence.limit + MOST_NODES)
+            )
 
     def _refuse(self, seat: Seat) -> None:
         """End a sequence that needs more pages than there are."""
@@ -341,7 +348,7 @@ class Loop:
             emitted = _emitted(launch, reports, row)
             if not emitted or seat.sequence.finished:
                 continue
-            if emitted == [-1]:
+            if -1 in emitted:
                 self._end(seat, _overflow(self.models.target.dtype))
                 continue
             if scores is not None:
@@ -387,9 +394,9 @@ def _emitted(launch: _Launch, reports: list[Any], row: int) -> list[int]:
     return tokens
 
 
-def _overflow(dtype: torch.dtype) -> UserError:
+def _overflow(dtype: torch.dtype) -> BrokenTarget:
     name = str(dtype).removeprefix("torch.")
-    return UserError(
+    return BrokenTarget(
         f"the target's scores are not finite: its numbers overflow {name}, or its weights are damaged; take "
         "another dtype, bfloat16 or float32, or fetch the weights again"
     )

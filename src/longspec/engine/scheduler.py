@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
+from weakref import WeakKeyDictionary
 
 from longspec.cache import PagePool
 from longspec.engine.auto import Outlook
@@ -60,6 +61,16 @@ class Seat:
 
 
 @dataclass
+class _Waiting:
+    """What is known of a sequence that waits, so that a turn need not find it again."""
+
+    text: list[int]
+    hashes: list[bytes]
+    promised: bytes | None = None
+    """The page that it waits for, which another sequence computes."""
+
+
+@dataclass
 class Scheduler:
     """The waiting line, the seats and the pages."""
 
@@ -75,6 +86,7 @@ class Scheduler:
     """How often a sequence had to give its pages to an older one."""
     free: list[int] = field(init=False)
     """Slots without a sequence; a heap."""
+    _waiting: WeakKeyDictionary[Sequence, _Waiting] = field(default_factory=WeakKeyDictionary)
 
     def __post_init__(self) -> None:
         self.free = list(range(self.max_rows))
@@ -109,8 +121,11 @@ class Scheduler:
         later: list[Sequence] = []
         while self.waiting and len(self.seats) < self.max_rows:
             sequence = self.waiting.popleft()
-            text = sequence.text
-            hashes = self._hashes(sequence)
+            known = self._known(sequence)
+            text, hashes = known.text, known.hashes
+            if known.promised is not None and self.pool.is_promised(known.promised):
+                later.append(sequence)
+                continue
             # At least one token is left to compute, because its logits are needed, and a shared page is never
             # written.
             useful = hashes[: (len(text) - 1) // self.pool.size]
@@ -119,6 +134,7 @@ class Scheduler:
             if following and self.pool.is_promised(following[0]):
                 # Another sequence computes the same page now: wait for it instead of computing it twice.
                 self.pool.release(shared)
+                known.promised = following[0]
                 later.append(sequence)
                 continue
             needed = -(-(len(text) + 1) // self.pool.size) - len(shared)
@@ -131,16 +147,24 @@ class Scheduler:
                 self.pool.release(shared)
                 self.waiting.appendleft(sequence)
                 break
+            del self._waiting[sequence]
             admitted.append(self._seat(sequence, text, hashes, shared, own))
         self.waiting.extendleft(reversed(later))
         return admitted
+
+    def _known(self, sequence: Sequence) -> _Waiting:
+        known = self._waiting.get(sequence)
+        # Only a pause comes after its text has grown.
+        if known is None or len(known.text) != len(sequence.prompt) + len(sequence.tokens):
+            known = self._waiting[sequence] = _Waiting(sequence.text, self._hashes(sequence))
+        return known
 
     def _seat(
         self, sequence: Sequence, text: list[int], hashes: list[bytes], shared: list[int], own: list[int]
     ) -> Seat:
         slot = heappop(self.free)
         computed = len(shared) * self.pool.size
-        if not sequence.tokens:
+        if not sequence.was_paused:
             sequence.num_shared = computed
         outlook = Outlook(sequence.sampling.temperature)
         group = None if sequence.is_guided else (sequence.method, sequence.draws)

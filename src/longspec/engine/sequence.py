@@ -78,6 +78,10 @@ class Sequence:
     finished_at: float = 0.0
 
     @property
+    def was_paused(self) -> bool:
+        return self.num_wanted > 0
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 

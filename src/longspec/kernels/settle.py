@@ -11,6 +11,9 @@ from torch import Tensor
 
 from longspec.kernels.launch import await_turn, launched, overlap
 
+# The largest finite number.
+MOST = tl.constexpr(3.4028234663852886e38)
+
 
 class SettledRows(Protocol):
     """The state of B rows that a round changes. A row moves if it is running and active."""
@@ -42,7 +45,8 @@ class SettledRows(Protocol):
     @property
     def report(self) -> Tensor:
         """For the host, int64 [B, 1 + width] or wider: how many tokens this round emitted (0 if the row did
-        not move), then the tokens."""
+        not move), then the tokens. The first one is -1 if the hidden state is not finite, because the choices
+        then mean nothing."""
 
     @property
     def feature(self) -> Tensor:
@@ -102,13 +106,21 @@ def _settle_kernel(
         # The target's choice at the last kept node comes next, and fills the rest of the row.
         said = tl.where(step >= depth, tl.load(choices + here), said)
 
+    is_finite = tl.full([], 1, tl.int32)
+    for first in tl.range(0, hidden_size, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        state = tl.load(hidden + (row * num_nodes + here) * hidden_size + i, mask=i < hidden_size, other=0)
+        tl.store(feature + row * feature_b + i, state, mask=i < hidden_size)
+        is_finite = tl.minimum(is_finite, tl.min((tl.abs(state.to(tl.float32)) <= MOST).to(tl.int32), 0))
+
     tl.store(path + row * width + step, nodes.to(tl.int64), mask=step < width)
     tl.store(num_kept + row, total)
     unread = total
     if ACCUMULATE:
         unread += tl.load(num_unread + row)
     tl.store(num_unread + row, unread)
-    tl.store(report + row * report_b + 1 + step, said, mask=step < width)
+    reported = tl.where((is_finite == 0) & (step == 0), -1, said)
+    tl.store(report + row * report_b + 1 + step, reported, mask=step < width)
     tl.store(report + row * report_b, total)
     emitted, limit = step < total, tl.load(limits + row)
     tl.store(text + row * text_b + old + 1 + step, said, mask=emitted & (old + 1 + step < limit))
@@ -122,10 +134,6 @@ def _settle_kernel(
     # A round may pass the row's limit. Clamp the length: only up to the limit is there room for a tree.
     tl.store(lengths + row, tl.minimum(length, limit - 1))
     tl.store(running + row, tl.where(ended, 0, 1).to(tl.uint8))
-    for first in tl.range(0, hidden_size, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        state = tl.load(hidden + (row * num_nodes + here) * hidden_size + i, mask=i < hidden_size)
-        tl.store(feature + row * feature_b + i, state, mask=i < hidden_size)
 
 
 def settle_round(

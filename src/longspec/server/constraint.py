@@ -45,8 +45,10 @@ class Grammars:
             raise UserError(f"response_format: the schema cannot be used: {_one_line(fault)}")
         return grammar
 
-    def constraint(self, grammar: str) -> JsonConstraint:
-        return JsonConstraint(LLMatcher(self.tokenizer, grammar))
+    def constraints(self, grammar: str, number: int) -> list[JsonConstraint]:
+        """A constraint for each of so many answers. The grammar is compiled once, which can take a while."""
+        matcher = LLMatcher(self.tokenizer, grammar)
+        return [JsonConstraint(matcher.deep_copy()) for _ in range(number)]
 
 
 class JsonConstraint:

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 from longspec.api import LongSpec
 from longspec.engine.sequence import Sequence
-from longspec.errors import UserError
+from longspec.errors import BrokenTarget, UserError
 from longspec.server.constraint import Grammars
 from longspec.server.wire import Ask, AskStatus, Cancel, End, Facts, News, Packet, Status, receive, send
 from longspec.text import TextStream
@@ -73,14 +73,15 @@ class Host:
                 self._outbox.put(News([(number, [], [], [], [], end) for number, _ in message.rows]))
 
     def _ask(self, message: Ask) -> None:
-        tokenizer = self._model.tokenizer
-        for number, sequence in message.rows:
+        tokenizer, sequences = self._model.tokenizer, dict(message.rows)
+        for number, sequence in sequences.items():
             if message.stop:
                 sequence.stop_after = TextStream(tokenizer, message.stop).push_and_check
-            if message.grammar is not None:
-                sequence.constraint = self._grammars.constraint(message.grammar)
             sequence.on_news = partial(self._note, number)
-        sequences = dict(message.rows)
+        if message.grammar is not None:
+            constraints = self._grammars.constraints(message.grammar, len(sequences))
+            for sequence, constraint in zip(sequences.values(), constraints, strict=True):
+                sequence.constraint = constraint
         self._sequences |= sequences
         try:
             self._engine.submit(sequences.values())
@@ -125,11 +126,12 @@ class Host:
 
     def _end(self, sequence: Sequence) -> End:
         error = sequence.error
-        is_users_fault = isinstance(error, UserError)
+        is_explained = isinstance(error, UserError)
+        is_users_fault = is_explained and not isinstance(error, BrokenTarget)
         proposed = [(rounds, method.num_nodes - 1) for method, rounds in sequence.methods.items()]
         return End(
             sequence.finish_reason or "closed",
-            None if error is None else str(error) if is_users_fault else type(error).__name__,
+            None if error is None else str(error) if is_explained else type(error).__name__,
             is_users_fault,
             sequence.num_shared,
             sum(rounds for rounds, number in proposed if number),

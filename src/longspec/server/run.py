@@ -82,24 +82,38 @@ class FrontOptions:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Refuses a request whose head is too long; uvicorn would keep all of it."""
+    """Refuses a request with a long head, or with much after its body; uvicorn would keep all of it."""
 
-    _head_size = 0
-    _is_in_head = False
+    _size = 0
+    """Bytes since the request began, or since the last of its body."""
+    _is_in_head = _has_body = False
 
     def data_received(self, data: bytes) -> None:
+        self._has_body = False
         super().data_received(data)
-        self._head_size += len(data)
-        if self._is_in_head and self._head_size > _MOST_HEAD and not self.transport.is_closing():
+        self._size = 0 if self._has_body else self._size + len(data)
+        if self._size <= _MOST_HEAD or self.transport.is_closing():
+            return
+        if self._is_in_head:
             self.send_400_response(f"The head of a request may have {_MOST_HEAD} bytes.")
+        else:
+            self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_size, self._is_in_head = 0, True
+        self._size, self._is_in_head = 0, True
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         super().on_headers_complete()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # the others come after the body, and nobody reads them
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._has_body = True
+        super().on_body(body)
 
 
 class FrontServer(uvicorn.Server):

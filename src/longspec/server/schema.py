@@ -206,8 +206,10 @@ class ChatRequest(_Asked):
 
     @property
     def size(self) -> int:
-        """The number of characters or token ids of all prompts."""
-        return sum(len(one.content) for one in self.messages)
+        """The number of characters or token ids of all prompts and of the schema."""
+        schema = self.response_format and self.response_format.json_schema
+        size = len(schema.model_dump_json()) if schema else 0
+        return size + sum(len(one.content) for one in self.messages)
 
 
 class CompletionRequest(_Asked):

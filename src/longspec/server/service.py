@@ -65,8 +65,8 @@ class Service:
         """Whether the engine failed at the last request."""
         self._created = int(time.time())
         self._grammars = Grammars(facts.maker)
-        # Threads tokenise prompts beside the event loop: one thread for short prompts, so that they reach the
-        # engine in the order in which they came, and another one for long prompts, which can take seconds.
+        # Threads tokenise prompts and check schemas beside the event loop: one thread for short ones, so that
+        # they reach the engine in the order in which they came, and another one for those that take seconds.
         self._workers = [ThreadPoolExecutor(1, f"longspec-{size}-prompts") for size in ("short", "long")]
         self._pacer = Pacer()
         self._spelled = lru_cache(100_000)(self._spell)
@@ -156,7 +156,7 @@ class Service:
         error = answer.error
         if error is not None and not error.is_users_fault:
             self.is_failing = True
-        elif answer.is_finished:
+        elif error is None and answer.is_finished:
             self.is_failing = False
         self.metrics.note(answer)
 

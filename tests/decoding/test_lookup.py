@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longspec.decoding import lookup
 from longspec.decoding.expected import MAX_RUN, MIN_RUN
 from longspec.decoding.lookup import find, graft
 from longspec.decoding.methods import Lookup, Tree
@@ -34,9 +35,13 @@ def found_slowly(text: list[int]) -> tuple[int, int]:
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=3))
 def test_the_longest_and_newest_run_is_found(rows: list[list[int]]) -> None:
     text, ends = text_of(*rows)
-    runs, places = find(text, ends)
-    for row, run, place in zip(rows, runs.tolist(), places.tolist(), strict=True):
-        assert (run, place if run else 0) == found_slowly(row)
+    for has_code in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not has_code:
+                patch.setattr(lookup, "library", lambda: None)
+            runs, places = find(text, ends)
+        for row, run, place in zip(rows, runs.tolist(), places.tolist(), strict=True):
+            assert (run, place if run else 0) == found_slowly(row)
 
 
 def test_what_the_tree_has_is_used_and_the_rest_is_added() -> None:

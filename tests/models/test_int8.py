@@ -11,7 +11,7 @@ import torch
 from longspec import LongSpec, UserError
 from longspec.config import DraftConfig
 from longspec.decoding.drafting import _PlainDrafting
-from longspec.decoding.methods import VANILLA, Method, Seq, Tree, Vanilla
+from longspec.decoding.methods import VANILLA, Seq, Tree, Vanilla
 from longspec.decoding.round import Models
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
@@ -104,10 +104,7 @@ def test_drafts_nearly_the_same_tokens(smollm2: LongSpec) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "target"])
-@pytest.mark.parametrize("method", [Seq(4), Tree((3, 5, 4), max_nodes=9)], ids=lambda one: one.label)
-def test_one_call_for_a_level_is_the_layer_by_torch(
-    method: Method, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_call_for_a_level_is_the_layer_by_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_native_products():
         pytest.skip("no C compiler here")
     target = tiny_target(vocab_size=40, num_layers=5, hidden_size=36, intermediate_size=50, head_dim=16)
@@ -128,7 +125,7 @@ def test_one_call_for_a_level_is_the_layer_by_torch(
             monkeypatch.setattr(NativeDraftPass, "covers", lambda *_: False)
         said = [ask(engine, [one], VANILLA, new=30)[0].tokens for one in prompts]
         hidden.clear()
-        together = ask(engine, prompts, method, new=30)
+        together = ask(engine, prompts, Tree((3, 5, 4), max_nodes=9), new=30)
         assert all(one.tokens == alone[: len(one.tokens)] for one, alone in zip(together, said, strict=True))
         found[is_native] = [*hidden]
     assert len(found[True]) == len(found[False]) > 20

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from longspec.decoding.native_round import choose_tokens, is_native
 from longspec.decoding.sampling import Sampling
 
 
@@ -90,20 +91,15 @@ def choose(
     place in the text of the token to choose. If not `sampled`, every row is greedy without a penalty.
     seen, bool [B, V], marks the tokens that occurred before; the default is `sampling.seen`.
     """
+    if is_native(logits):
+        given = sampling if seen is None else replace(sampling, seen=seen)
+        return choose_tokens(logits, given, seeds, positions, sampled)
     if not sampled:
-        return best_of(logits)
+        return logits.argmax(-1)
     scores = filtered(logits, sampling, seen)
     tokens = torch.arange(logits.shape[-1], device=logits.device)
     # At temperature 0 the best score is 0 and the others are -inf, so noise changes nothing.
     return (scores.double() + gumbel(seeds, positions, tokens)).argmax(-1)
-
-
-def best_of(scores: Tensor) -> Tensor:
-    """The token with the highest score of each row; of equal ones, the first."""
-    if scores.device.type == "cpu" and scores.dtype == torch.float32:
-        # A ninth of the time that torch's own takes.
-        return torch.from_numpy(scores.detach().numpy().argmax(-1))
-    return scores.argmax(-1)
 
 
 def filtered(logits: Tensor, sampling: SamplingRows, seen: Tensor | None = None) -> Tensor:

@@ -15,6 +15,8 @@ from longspec.decoding.choose import filtered, gumbel
 from longspec.decoding.expected import FIRST_DOUBT, MAX_RUN, MIN_RUN, NEXT_DOUBT
 from longspec.decoding.lookup import find, graft
 from longspec.decoding.methods.drafted import Drafted
+from longspec.decoding.native_chain import can_draft_chain, propose_chain
+from longspec.decoding.native_round import draft_noise
 from longspec.decoding.rejection import draw_children
 from longspec.decoding.round import Models
 from longspec.decoding.slots import Slots
@@ -23,6 +25,7 @@ from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.draft_passes import FusedDraftPass, NativeDraftPass, PlainDraftPass
 from longspec.models.layers import Ops, Stream, look_up
 from longspec.models.native_pass import ops_of
+from longspec.native.build import library
 
 if TYPE_CHECKING:
     from longspec.kernels.norm import Residual
@@ -39,6 +42,8 @@ def propose(method: Drafted, models: Models, rows: Slots, sampled: bool) -> Toke
     assert draft is not None, "this method needs a draft"
     assert head is not None
     assert ring is not None
+    if can_draft_chain(method, models):
+        return propose_chain(method, models, rows, sampled)
     levels = level_ranges(method.shape, len(head.token_ids))
     size = (rows.num_rows, levels[-1].stop + (method.num_lookup if models.fused else 0))
     device = rows.lengths.device
@@ -88,7 +93,7 @@ def _best_tree(method: Drafted, models: Models, rows: Slots, tree: Levels, end: 
         grown, scores = TokenTree(tokens[:, :end], parents[:, :end], None, is_chain), scores[:, :end]
         if method.num_lookup:
             ends = rows.lengths + 1
-            found = find(rows.text[:, : int(ends.max())], ends)
+            found = find(rows.text, ends)
             grown, scores = graft(grown, scores, rows.text, ends, method.num_lookup, found)
         return grown.pruned(scores, method.num_nodes)
     from longspec.kernels.lookup import graft_lookup
@@ -288,7 +293,9 @@ def _noise(models: Models, rows: Slots, depth: int) -> Tensor:
         from longspec.kernels.noise import gumbel_noise
 
         return gumbel_noise(rows.seeds, rows.lengths, token_ids, temperature, 1, depth)
-    steps = [gumbel(rows.seeds, rows.lengths + 1 + step, token_ids).float() for step in range(depth)]
+    is_native = token_ids.device.type == "cpu" and library() is not None
+    of_step = draft_noise if is_native else gumbel
+    steps = [of_step(rows.seeds, rows.lengths + 1 + step, token_ids).float() for step in range(depth)]
     return torch.where(temperature[:, None] > 0, torch.stack(steps), 0.0)
 
 

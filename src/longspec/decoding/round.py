@@ -16,12 +16,14 @@ from longspec.cache import Pages
 from longspec.decoding.accept import Accepted, LogitsAt, accept_coupled
 from longspec.decoding.choose import choose
 from longspec.decoding.methods import Method
+from longspec.decoding.native_round import choose_tokens, describe_nodes, is_native, settle_round
 from longspec.decoding.rejection import accept_rejection
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 from longspec.models.draft import ContextHead, DraftHead, GlideDraft
 from longspec.models.passes import paged_pass
 from longspec.models.target import Transformer
+from longspec.native.build import library
 
 # The logits of up to this many nodes cost hardly more than those of one, because the head is read once.
 _FEW_NODES = 16
@@ -54,6 +56,9 @@ def run_round(models: Models, rows: Slots, method: Method, sampled: bool) -> Non
         _finish_fused(models, rows, method, tree, sampled)
         return
     hidden = forward_chain_or_tree(models, rows, tree)
+    if not method.draws and tree.num_nodes <= _FEW_NODES and is_native(hidden):
+        _finish_native(models, rows, method, tree, hidden, sampled)
+        return
     accept = accept_rejection if method.draws else accept_coupled
     found = _agreed(models.target, accept(tree, _logits_at(models.target, hidden), rows, sampled))
     settle(models.pages, rows, tree, hidden, found, accumulate=not method.uses_draft)
@@ -97,18 +102,41 @@ def _finish_fused(models: Models, rows: Slots, method: Method, tree: TokenTree, 
         commit_path(pages.keys, pages.values, before, rows.tables, pages.size, kept, num_kept)
 
 
+def _finish_native(
+    models: Models, rows: Slots, method: Method, tree: TokenTree, hidden: Tensor, sampled: bool
+) -> None:
+    """Choose at every node, accept and commit, by our C code."""
+    target, lengths = models.target, rows.lengths
+    logits, at, path = target.logits(hidden).flatten(0, 1), tree.tokens, None
+    if sampled:
+        at = describe_nodes(tree.parents, tree.is_chain, lengths + 1, rows.tables, models.pages.size)[1]
+        path = tree.tokens, tree.parents
+    choices = choose_tokens(logits, rows.sampling, rows.seeds, at.flatten(), sampled, path)
+    choices = target.agree(choices).view(tree.tokens.shape)
+    width = min(tree.num_nodes, method.depth + 1)
+    moved = settle_round(tree, choices, hidden, rows, width, accumulate=not method.uses_draft)
+    if moved is not None and not tree.is_chain:
+        kept, num_kept, before = moved
+        models.pages.commit(rows.tables, before, kept, num_kept)
+
+
 def forward_chain_or_tree(
     models: Models, rows: Slots, tree: TokenTree, behind: int = 0, sinks: int = 0, window: int | None = None
 ) -> Tensor:
     """The target's hidden states [B, N, E] at the nodes of a tree that starts `behind` tokens after each
     row's prefix. With a window, a node sees only the first `sinks` and the last `window` entries there."""
     target, pages = models.target, models.pages
-    sees = tree.sees()
-    nodes = torch.arange(tree.num_nodes, device=rows.lengths.device)
-    lengths = rows.lengths + behind
-    depths = nodes if sees is None else sees.sum(-1) - 1
-    positions = (lengths[:, None] + depths).expand_as(tree.tokens).contiguous()
-    places = pages.places(rows.tables, lengths[:, None] + nodes)
+    lengths = rows.lengths + behind if behind else rows.lengths
+    if library() is not None and lengths.device.type == "cpu":
+        sees, positions, places = describe_nodes(
+            tree.parents, tree.is_chain, lengths, rows.tables, pages.size
+        )
+    else:
+        sees = tree.sees()
+        nodes = torch.arange(tree.num_nodes, device=lengths.device)
+        depths = nodes if sees is None else sees.sum(-1) - 1
+        positions = (lengths[:, None] + depths).expand_as(tree.tokens).contiguous()
+        places = pages.places(rows.tables, lengths[:, None] + nodes)
     plan = AttentionPlan(lengths, rows.tables, pages.size, tree.num_nodes, sees, sinks, window)
     if models.exact and sees is None and window is None:
         from longspec.kernels.exact import chain_paths

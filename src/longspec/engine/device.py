@@ -78,6 +78,7 @@ class Device:
             target.device,
             target.dtype,
         )
+        self._rows: dict[int, Slots] = {}
         self.num_captures, self.capture_seconds = 0, 0.0
         """How many graphs were captured, and how long one of the newest took."""
         self._fill_tables = torch.zeros_like(self.slots.tables)
@@ -103,8 +104,15 @@ class Device:
         rows = ring.keys.shape[0]
         ring = DraftRing.empty(shape, draft.config, rows, num_nodes, target.device, target.dtype)
         self.slots = replace(self.slots, ring=ring)
+        self._rows.clear()
         self._graphs.clear()
         return True
+
+    def rows(self, num_rows: int) -> Slots:
+        """The first slots."""
+        if num_rows not in self._rows:
+            self._rows[num_rows] = self.slots.first(num_rows)
+        return self._rows[num_rows]
 
     def bucket(self, num_rows: int) -> int:
         """The number of rows that a round over the first `num_rows` computes."""
@@ -222,7 +230,7 @@ class Device:
         """
         size = self.bucket(len(active))
         self._activate([*active, *[False] * (size - len(active))])
-        rows = self.slots.first(size)
+        rows = self.rows(size)
         if masks is not None:
             masks = masks[:size].to(rows.lengths.device)
         scores = run_guided(self.models, rows, sampled, masks, num_top)
@@ -241,7 +249,7 @@ class Device:
     def place_rows(self, num_rows: int, context: int) -> None:
         """Let the first rows run as if they had texts of `context` tokens, to time rounds. Rows may share
         pages, because no text's KV is kept (`Engine.paused`)."""
-        rows, pages = self.slots.first(num_rows), self.models.pages.num_pages
+        rows, pages = self.rows(num_rows), self.models.pages.num_pages
         numbers = torch.arange(rows.tables.numel(), device=rows.tables.device).view(rows.tables.shape)
         rows.tables.copy_(numbers % pages + 1)
         rows.lengths.fill_(context)
@@ -285,7 +293,7 @@ class Device:
     def round_work(self, method: Method, size: int, sampled: bool) -> Work:
         def launch() -> None:
             # The views of the first rows are made here, so that a replay does not make them.
-            run_round(self.models, self.slots.first(size), method, sampled)
+            run_round(self.models, self.rows(size), method, sampled)
 
         return (method, size, sampled), launch
 

@@ -260,7 +260,7 @@ class Loop:
         occurred before, or None if the host does not know that."""
         runs = None
         if not self.models.fused and any(one.source == "lookup" for one in self.policy.methods):
-            found = Lookup().find(self.device.slots.first(self.scheduler.num_rows))[0].tolist()
+            found = Lookup().find(self.device.rows(self.scheduler.num_rows))[0].tolist()
             runs = [found[seat.slot] for seat in seats]
         context = sum(seat.length for seat in seats) // len(seats)
         num_rows = self.device.bucket(self.scheduler.num_rows)

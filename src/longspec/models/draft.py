@@ -362,23 +362,25 @@ class ContextHead:
 
     def __init__(self, head: DraftHead, read_rows: Callable[[Tensor], Tensor], tokens: Iterable[int]) -> None:
         """`read_rows` returns the rows of the target's head for these tokens."""
-        self._head, self._read_rows = head, read_rows
+        self.head, self._read_rows = head, read_rows
         self._extra: set[int] = set()
-        self._rows = read_rows(torch.empty(0, dtype=torch.int64)).float()
+        self.rows_of_context = read_rows(torch.empty(0, dtype=torch.int64)).float()
         self.token_ids = head.token_ids
         self.add(tokens)
 
     def add(self, tokens: Iterable[int]) -> None:
         """Add the rows of those `tokens` that are missing, while there is room."""
-        lacking = (token for token in dict.fromkeys(tokens) if token not in self._head.vocabulary)
+        lacking = (token for token in dict.fromkeys(tokens) if token not in self.head.vocabulary)
         room = self.MOST - len(self._extra)
         fresh = [token for token in lacking if token not in self._extra][:room]
         if fresh:
             ids = torch.tensor(fresh)
             self._extra.update(fresh)
-            self._rows = torch.cat((self._rows, self._read_rows(ids).float()))
+            self.rows_of_context = torch.cat((self.rows_of_context, self._read_rows(ids).float()))
             self.token_ids = torch.cat((self.token_ids, ids))
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        scores = self._head(hidden)
-        return torch.cat((scores, F.linear(hidden.float(), self._rows)), -1) if self._extra else scores
+        scores = self.head(hidden)
+        if not self._extra:
+            return scores
+        return torch.cat((scores, F.linear(hidden.float(), self.rows_of_context)), -1)

@@ -15,7 +15,7 @@ from longspec.cache import DraftRing, Pages
 from longspec.models.draft import GlideDraft
 from longspec.models.layers import PLAIN, Ops, Rope
 from longspec.models.native_pass import NATIVE, native, ops_of
-from longspec.native.build import Draft, Writing, code
+from longspec.native.build import Context, Draft, DraftedChain, Writing, code
 
 
 @dataclass(frozen=True)
@@ -81,35 +81,61 @@ class NativeDraftPass:
         The tokens are at `positions` [B, T], and their keys and values go to `entries` [B, T] of the ring.
         `sees` is as in `PlainDraftPass`.
         """
-        draft, ring, (B, n, _), x = self._draft, self._ring, stream.shape, x.contiguous()
+        (B, n, _), x = stream.shape, x.contiguous()
         stream, positions = stream.contiguous(), positions.contiguous()
         asked = positions[:, :n].contiguous()
-        num_entries = ring.keys.shape[2]
+        num_entries = self._ring.keys.shape[2]
         places = entries + torch.arange(0, B * num_entries, num_entries)[:, None]
-        to = Writing(
+        to = self._writing()
+        to.num_tokens = positions.numel()
+        to.places, to.positions = places.data_ptr(), positions.data_ptr()
+        counts, own, mask = (sees, 0, None) if sees.ndim == 1 else (None, sees.shape[2], sees)
+        near = self._near(B, n, counts, own, mask)
+        near.query_row_stride = positions.shape[1] * near.query_stride
+        code().draft_level(
+            _weights(self._draft), to, near, self._far(B, n), asked.data_ptr(), x.data_ptr(),
+            stream.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return stream
+
+    def describe(self, chain: DraftedChain, num_rows: int) -> None:
+        """Put the weights, and where a level's queries read and write, into `chain`."""
+        near, far = self._near(num_rows, 1, self._plan.lengths), self._far(num_rows, 1)
+        chain.draft, chain.to, chain.ring, chain.pages = (
+            pointer(_weights(self._draft)),
+            self._writing(),
+            near,
+            far,
+        )
+        chain.kept += [near.kept, far.kept]
+
+    def _writing(self) -> Writing:
+        draft, ring = self._draft, self._ring
+        return Writing(
             keys=ring.keys.data_ptr(),
             values=ring.values.data_ptr(),
             num_entries=ring.keys.stride(1) // draft.head_dim,
             num_heads=draft.num_heads,
             num_kv_heads=draft.num_kv_heads,
             head_dim=draft.head_dim,
-            num_tokens=positions.numel(),
-            places=places.data_ptr(),
-            positions=positions.data_ptr(),
             angles=self._table.data_ptr(),
             num_angles=self._table.shape[1],
         )
+
+    def _near(
+        self, num_rows: int, num_queries: int, counts: Tensor | None, own: int = 0, mask: Tensor | None = None
+    ) -> Context:
+        """The ring, for the queries of self-attention."""
+        draft, ring = self._draft, self._ring
         width = (draft.num_heads + 2 * draft.num_kv_heads) * draft.head_dim
-        counts, own, mask = (sees, 0, None) if sees.ndim == 1 else (None, sees.shape[2], sees)
-        near = Seen(ring.keys, ring.values, counts, own, mask).context(B, n, draft.num_heads, width)
-        near.query_row_stride = positions.shape[1] * width
-        heads = draft.num_cross * draft.num_heads
-        far = Seen(self._keys, self._values, self._plan.lengths, plan=self._plan)
-        code().draft_level(
-            _weights(draft), to, near, far.context(B, n, heads, heads * draft.head_dim), asked.data_ptr(),
-            x.data_ptr(), stream.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
-        return stream
+        seen = Seen(ring.keys, ring.values, counts, own, mask)
+        return seen.context(num_rows, num_queries, draft.num_heads, width)
+
+    def _far(self, num_rows: int, num_queries: int) -> Context:
+        """The target's KV, for the queries of cross-attention."""
+        heads = self._draft.num_cross * self._draft.num_heads
+        seen = Seen(self._keys, self._values, self._plan.lengths, plan=self._plan)
+        return seen.context(num_rows, num_queries, heads, heads * self._draft.head_dim)
 
 
 _WEIGHTS: WeakKeyDictionary[GlideDraft, Draft] = WeakKeyDictionary()

@@ -53,6 +53,15 @@ class NativeOps(PlainOps):
     ) -> Stream:
         return native(ffn.down).add_gated(stream, native(ffn.gate_up).normed(norm, stream))
 
+    def finish(self, stream: Stream, norm: RMSNorm | None) -> Tensor:
+        if norm is None:
+            return stream
+        stream = stream.contiguous()
+        out, size = torch.empty_like(stream), stream.shape[-1]
+        weight, num_rows = norm.weight.data_ptr(), stream.numel() // size
+        code().norm(stream.data_ptr(), weight, norm.eps, size, num_rows, out.data_ptr())
+        return out
+
 
 def native(linear: nn.Module) -> NativeLinear:
     assert isinstance(linear, NativeLinear)

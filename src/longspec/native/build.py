@@ -107,6 +107,58 @@ class Draft(ctypes.Structure):
     )
 
 
+class SamplingOfRows(ctypes.Structure):
+    """`SamplingOfRows` in choose.h."""
+
+    _fields_ = tuple(
+        (name, Pointer) for name in ("temperature", "top_p", "min_p", "penalty", "top_k", "seen")
+    )
+
+
+class Choosing(ctypes.Structure):
+    """`Choosing` in choose.h."""
+
+    _fields_ = (
+        ("sampling", ctypes.POINTER(SamplingOfRows)),
+        ("logits", Pointer),
+        *_sizes("size", "num_nodes"),
+        *((name, Pointer) for name in ("seeds", "positions", "tokens", "parents", "out")),
+    )
+
+
+class Rows(ctypes.Structure):
+    """`Rows` in rounds.h."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("lengths", "num_unread", "report", "text", "limits", "eos_ids")),
+        *((name, Pointer) for name in ("feature", "running", "seen", "active")),
+        *_sizes("hidden_size", "num_eos", "report_stride", "text_stride", "num_tokens"),
+    )
+
+
+class DraftedChain(ctypes.Structure):
+    """`DraftedChain` in draft.h."""
+
+    kept: list[Any]
+    """What it points to."""
+
+    _fields_ = (
+        ("draft", ctypes.POINTER(Draft)),
+        ("parent", ctypes.POINTER(Matrix)),
+        ("parent_norm", Pointer),
+        ("head", ctypes.POINTER(Matrix)),
+        ("more", Pointer),
+        *_sizes("num_more"),
+        *((name, Pointer) for name in ("token_ids", "temperature", "seeds")),
+        ("rows", ctypes.POINTER(Rows)),
+        ("to", Writing),
+        ("ring", Context),
+        ("pages", Context),
+        *_sizes("window", "ring_size"),
+        *((name, Pointer) for name in ("ring_positions", "replaced", "hidden", "tokens", "scores")),
+    )
+
+
 def library() -> ctypes.CDLL | None:
     """The compiled code, or None if this machine has no C compiler that works."""
     found = _load()
@@ -161,8 +213,35 @@ def _load() -> ctypes.CDLL | str:
         ctypes.POINTER(Draft), ctypes.POINTER(Writing), ctypes.POINTER(Context), ctypes.POINTER(Context),
         Pointer, Pointer, Pointer, number,
     )  # fmt: skip
-    for function in (loaded.product, loaded.rope_write, loaded.attend, loaded.forward, loaded.draft_level):
-        function.restype = None
+    loaded.choose.argtypes = (ctypes.POINTER(Choosing), _SIZE, number)
+    loaded.noise.argtypes = (_SIZE, _SIZE, Pointer, _SIZE, Pointer)
+    loaded.settle.argtypes = (
+        ctypes.POINTER(Rows), _SIZE, Pointer, Pointer, Pointer, Pointer, _SIZE, _SIZE, number,
+        Pointer, Pointer, Pointer,
+    )  # fmt: skip
+    loaded.norm.argtypes = (Pointer, Pointer, ctypes.c_float, _SIZE, _SIZE, Pointer)
+    loaded.describe_nodes.argtypes = (
+        Pointer, _SIZE, _SIZE, Pointer, Pointer, _SIZE, _SIZE, Pointer, Pointer, Pointer,
+    )  # fmt: skip
+    loaded.find.argtypes = (Pointer, _SIZE, Pointer, _SIZE, _SIZE, _SIZE, Pointer, Pointer)
+    chain = ctypes.POINTER(DraftedChain)
+    loaded.claim.argtypes, loaded.claim.restype = (chain, Pointer, Pointer, Pointer), _SIZE
+    loaded.chain_level.argtypes = (chain, _SIZE, Pointer, Pointer, _SIZE, Pointer, Pointer, number)
+    loaded.end_chain.argtypes = (chain, _SIZE)
+    loaded.chain_level.restype = loaded.end_chain.restype = None
+    for name in (
+        "product",
+        "rope_write",
+        "attend",
+        "forward",
+        "draft_level",
+        "choose",
+        "noise",
+        "find",
+        "norm",
+        "describe_nodes",
+    ):
+        getattr(loaded, name).restype = None
     return loaded
 
 

@@ -1,12 +1,12 @@
-/* The products and the attention of decoding on a CPU, for weights in fp32, bf16, fp16 or on grids, and keys and
+/* Decoding on a CPU: products, attention, and the ends of rounds, for weights in fp32, bf16, fp16 or on grids, and keys and
    values in fp32.
 
    What is computed for a token depends on that token and on what it sees, never on what is computed beside
    it: integer sums have no order, all else is summed per token in a fixed order. So a node of a tree gets the
    bits of a plain step. */
 
-#include "attention.h"
-#include "product.h"
+#include "draft.h"
+#include "rounds.h"
 
 /* A decoder layer. */
 typedef struct {
@@ -44,48 +44,5 @@ void forward(const Layer *layers, int64_t num_layers, const Writing *to, const C
     free(gate_up);
     free(lse);
     free(out);
-    free(qkv);
-}
-
-/* The draft's one layer. */
-typedef struct {
-    const Matrix *qkv, *self_output, *cross_q, *cross_output, *gate_up, *down;
-    const float *self_norm, *cross_norm, *ffn_norm, *final_norm; /* the last may be NULL */
-    float eps;
-} Draft;
-
-/* Turn the stream [queries, hidden size] of a level's nodes into their hidden states. x [tokens, hidden size] are
-   the tokens that get keys and values in the ring; of each row, the first ones are the nodes. They attend to the
-   ring, then to the pages. */
-void draft_level(const Draft *draft, const Writing *to, const Context *ring, const Context *pages,
-                 const int64_t *positions, const float *x, float *stream, int threads) {
-    int64_t tokens = to->num_tokens, queries = ring->num_rows * ring->num_queries, size = draft->qkv->num_in;
-    int64_t heads = pages->num_heads, width = heads * to->head_dim;
-    float *qkv = malloc(tokens * draft->qkv->num_out * sizeof *qkv);
-    float *crossing = malloc(queries * width * sizeof *crossing), *out = malloc(queries * width * sizeof *out);
-    float *lse = malloc(queries * heads * sizeof *lse);
-    float *gate_up = malloc(queries * draft->gate_up->num_out * sizeof *gate_up);
-    product(draft->qkv, NORM, x, draft->self_norm, draft->eps, tokens, 0, qkv, threads);
-    rope_write(to, qkv);
-    attend(ring, qkv, out, lse, threads);
-    product(draft->self_output, PLAIN, out, NULL, 0, queries, 1, stream, threads);
-    product(draft->cross_q, NORM, stream, draft->cross_norm, draft->eps, queries, 0, crossing, threads);
-    /* Only queries are rotated: there are no keys and values. */
-    Writing none = *to;
-    none.num_heads = heads;
-    none.num_kv_heads = 0;
-    none.num_tokens = queries;
-    none.positions = positions;
-    rope_write(&none, crossing);
-    attend(pages, crossing, out, lse, threads);
-    product(draft->cross_output, PLAIN, out, NULL, 0, queries, 1, stream, threads);
-    product(draft->gate_up, NORM, stream, draft->ffn_norm, draft->eps, queries, 0, gate_up, threads);
-    product(draft->down, GATED, gate_up, NULL, 0, queries, 1, stream, threads);
-    for (int64_t query = 0; query < queries && draft->final_norm; query++)
-        normalise(stream + query * size, draft->final_norm, draft->eps, size, stream + query * size);
-    free(gate_up);
-    free(lse);
-    free(out);
-    free(crossing);
     free(qkv);
 }

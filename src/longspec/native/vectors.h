@@ -104,6 +104,11 @@ static void normalise(const float *x, const float *weight, float eps, int64_t n,
     for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
 }
 
+/* The norms of rows [num_rows, n]; `out` may be x. */
+void norm(const float *x, const float *weight, float eps, int64_t n, int64_t num_rows, float *out) {
+    for (int64_t row = 0; row < num_rows; row++) normalise(x + row * n, weight, eps, n, out + row * n);
+}
+
 /* Ask for memory that is needed soon. */
 static inline void fetch(const void *place, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)place + at);

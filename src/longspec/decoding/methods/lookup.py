@@ -56,8 +56,7 @@ class Lookup(Chain):
         """The longest matching run of each row, 0 if there is none, and where it continues: [B] each."""
         from longspec.decoding.lookup import find
 
-        ends = rows.lengths + 1
-        return find(rows.text[:, : int(ends.max())], ends, *self._runs)
+        return find(rows.text, rows.lengths + 1, *self._runs)
 
     def propose(self, models: Models, rows: Slots, sampled: bool) -> TokenTree:
         """In plain rounds, nothing is proposed if no row has a match."""

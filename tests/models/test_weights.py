@@ -138,7 +138,7 @@ def test_a_ggufs_weights_keep_few_bits_and_the_products_of_fp32(kind: str) -> No
     torch.manual_seed(0)
     values = np.random.default_rng(0).standard_normal((99, 512), np.float32) * 0.05
     weight = torch.from_numpy(encode(values, kind)[1]).clone()  # the outputs do not fill their vectors
-    weight[3], weight[4, :64] = 0, 0.3  # runs of one value
+    weight[3], weight[4, :64] = 0, 0.25  # runs of one value
     linear = linear_of(weight, bias=True)
     form, in_fp32 = packed(linear), NativeFloatLinear(linear, linear.weight)
     assert isinstance(form, NativeGridLinear)
@@ -160,6 +160,11 @@ def test_a_ggufs_weights_keep_few_bits_and_the_products_of_fp32(kind: str) -> No
     assert isinstance(few, NativeLevelLinear)
     assert few.shares_bytes
     assert torch.equal(few.weight_rows(None), weight) or not form.shares_bytes
+    linear.weight[4, :64] = 0.3
+    again = packed(linear)
+    assert isinstance(again, NativeGridLinear)
+    assert again.grids.dtype == torch.float32, "which fp16 does not have"
+    assert torch.equal(again(rows), NativeFloatLinear(linear, linear.weight)(rows))
     for wrong in (torch.nextafter(weight[98, 511], torch.tensor(9.0)), torch.nan, torch.inf):
         linear.weight[98, 511] = wrong
         assert not isinstance(packed(linear), NativeGridLinear), "one weight is on no grid"

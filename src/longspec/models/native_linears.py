@@ -77,7 +77,7 @@ class NativeLinear(CpuLinear):
         if linear.bias is not None:
             self.bias = F.pad(linear.bias.detach(), (0, -self.num_out % code().lanes()))
         grids_at, bias_at = (None if one is None else one.data_ptr() for one in (kept, self.bias))
-        sizes = (self.num_in, self.num_out, kept_in, run)
+        sizes = (self.num_in, self.num_out, kept_in, run, kept is not None and kept.dtype == torch.float16)
         self.matrix = Matrix(self.weight.data_ptr(), grids_at, bias_at, *sizes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -203,8 +203,9 @@ def _fit(weight: Tensor, run: int) -> tuple[Tensor, Tensor] | None:
     weight, levels = weight.contiguous(), torch.empty(num_rows, num_in // run, run, dtype=torch.uint8)
     grids = torch.empty(num_rows, num_in // run, 2)
     places = (levels.data_ptr(), grids.data_ptr())
-    fits = code().fit_grids(weight.data_ptr(), num_rows, num_in, run, *places, torch.get_num_threads())
-    return (levels, grids) if fits else None
+    found = code().fit_grids(weight.data_ptr(), num_rows, num_in, run, *places, torch.get_num_threads())
+    # 2: fp16 has all of the numbers.
+    return (levels, grids.half() if found == 2 else grids) if found else None
 
 
 @dataclass(frozen=True)

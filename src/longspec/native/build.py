@@ -42,7 +42,7 @@ class Matrix(ctypes.Structure):
         ("weight", Pointer),
         ("grids", Pointer),
         ("bias", Pointer),
-        *_sizes("num_in", "num_out", "kept_in", "run"),
+        *_sizes("num_in", "num_out", "kept_in", "run", "has_half_grids"),
     )
 
 

@@ -167,14 +167,13 @@ static inline __attribute__((always_inline)) void level_outputs(const Product *o
                                                                 int64_t block, const int blocks, int64_t row,
                                                                 const int count, const int64_t side,
                                                                 const int kept_in) {
-    int64_t run = one->matrix->run, runs = runs_of(one->matrix), n = runs * run, grids = runs * 2 * LANES;
+    int64_t run = one->matrix->run, n = runs_of(one->matrix) * run;
     const Word *x = inputs_of(one, row);
-    const float *grid = grid_of(one->matrix, block);
     Vector sums[ROWS][2] = {{{0}}};
-    for (int64_t first = 0; first < n; first += run, grid += 2 * LANES, x += 2 * side) {
+    for (int64_t first = 0; first < n; first += run, x += 2 * side) {
         Sums totals[ROWS][2] = {{{0}}};
         fetch_next(weight, n, first, run, row, kept_in);
-        for (int b = 2; b < 4 && !row; b++) fetch(grid + b * grids, 2 * LANES * sizeof *grid);
+        if (!row) fetch_grids(one->matrix, block, first / run);
 #pragma GCC unroll 2
         for (int turn = 0; turn < 2; turn++) {
 #pragma GCC unroll 8
@@ -188,13 +187,14 @@ static inline __attribute__((always_inline)) void level_outputs(const Product *o
                     for (int b = 0; b < blocks; b++) totals[r][b] = add_levels(totals[r][b], both[b], x[r], turn);
             }
         }
+        Grid grids[2] = {grid_of(one->matrix, block, first / run)};
+        if (blocks == 2) grids[1] = grid_of(one->matrix, block + 1, first / run);
 #pragma GCC unroll 8
         for (int r = 0; r < count; r++)
             for (int b = 0; b < blocks; b++) {
-                const Vector *facts = (const Vector *)(grid + b * grids);
                 Vector total = __builtin_convertvector(totals[r][b], Vector) * ((const float *)x)[r];
-                sums[r][b] = multiply_add(total, facts[0], sums[r][b]);
-                sums[r][b] = add_scaled(sums[r][b], ((const float *)x)[side + r], facts[1]);
+                sums[r][b] = multiply_add(total, grids[b].steps, sums[r][b]);
+                sums[r][b] = add_scaled(sums[r][b], ((const float *)x)[side + r], grids[b].bases);
             }
     }
 #pragma GCC unroll 8
@@ -209,17 +209,19 @@ static inline __attribute__((always_inline)) void float_outputs(const Product *o
     const int has_grids = kept_in == GRID8 || kept_in == GRID4;
     int64_t n = one->matrix->num_in, run = has_grids ? one->matrix->run : n;
     const float *x = (const float *)inputs_of(one, row);
-    const float *grid = has_grids ? grid_of(one->matrix, block) : NULL;
-    int64_t part = has_grids ? run : PART, grids = n / run * 2 * LANES; /* of a block */
+    int64_t part = has_grids ? run : PART;
     Vector sums[ROWS][2] = {{{0}}};
-    for (int64_t i = 0; i < n; grid += 2 * LANES) {
+    for (int64_t i = 0; i < n;) {
         int64_t end = i + part < n ? i + part : n;
+        Grid grids[2];
         fetch_next(weight, n, i, end - i, row, kept_in);
-        if (has_grids && !row)
-            for (int b = 2; b < 4; b++) fetch(grid + b * grids, 2 * LANES * sizeof *grid);
+        if (has_grids) {
+            if (!row) fetch_grids(one->matrix, block, i / run);
+            for (int b = 0; b < blocks; b++) grids[b] = grid_of(one->matrix, block + b, i / run);
+        }
         for (; i < end; i++) {
             Vector both[2];
-            weights_of(weight, n, i, blocks, kept_in, grid, grids, both);
+            weights_of(weight, n, i, blocks, kept_in, grids, both);
 #pragma GCC unroll 8
             for (int r = 0; r < count; r++) {
                 sums[r][0] = add_scaled(sums[r][0], x[i * side + r], both[0]);
@@ -285,13 +287,15 @@ static __attribute__((noinline)) void fp32_columns(const Product *one, const voi
 /* Two blocks of weights on grids, for many rows: expanded once. */
 static inline __attribute__((always_inline)) void grid_columns(const Product *one, const uint8_t *weight,
                                                                int64_t block, const int kept_in, Vector *expanded) {
-    int64_t n = one->matrix->num_in, run = one->matrix->run, grids = n / run * 2 * LANES;
-    const float *grid = grid_of(one->matrix, block);
-    for (int64_t i = 0; i < n; i++) {
-        Vector both[2];
-        weights_of(weight, n, i, 2, kept_in, grid + i / run * 2 * LANES, grids, both);
-        expanded[i] = both[0];
-        expanded[n + i] = both[1];
+    int64_t n = one->matrix->num_in, run = one->matrix->run;
+    for (int64_t first = 0; first < n; first += run) {
+        Grid grids[2] = {grid_of(one->matrix, block, first / run), grid_of(one->matrix, block + 1, first / run)};
+        for (int64_t i = first; i < first + run; i++) {
+            Vector both[2];
+            weights_of(weight, n, i, 2, kept_in, grids, both);
+            expanded[i] = both[0];
+            expanded[n + i] = both[1];
+        }
     }
     fp32_columns(one, expanded, block);
 }

@@ -25,10 +25,12 @@ from longspec.models.native_linears import (
     EIGHT_BITS,
     FOUR_BITS,
     FloatForm,
+    NativeFineLinear,
     NativeFloatLinear,
     NativeGridLinear,
     NativeLevelLinear,
     NativeLinear,
+    _find_grids,
     has_native_products,
     packed,
 )
@@ -132,7 +134,7 @@ def test_a_checkpoint_of_two_bytes_has_the_products_of_four(name: str) -> None:
 @pytest.mark.parametrize(
     "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 )
-def test_a_ggufs_weights_keep_few_bits_and_the_products_of_fp32(kind: str) -> None:
+def test_a_ggufs_weights_keep_few_bits_and_the_precision_of_fp32(kind: str) -> None:
     if "float32" not in EXACT:
         pytest.skip("no C compiler here")
     torch.manual_seed(0)
@@ -145,9 +147,18 @@ def test_a_ggufs_weights_keep_few_bits_and_the_products_of_fp32(kind: str) -> No
     assert form.weight.dtype == torch.uint8
     padded = -(-99 // (2 * code().lanes())) * 2 * code().lanes() * 512
     assert form.weight.nbytes + form.grids.nbytes <= padded * _KEPT_BYTES[kind]
+    found = _find_grids(linear.weight)
+    assert found is not None
+    as_numbers, as_integers = (kind(linear, *found) for kind in (NativeGridLinear, NativeFineLinear))
+    assert type(form) is (NativeFineLinear if code().multiplies_bytes() else NativeGridLinear)
     for count in (1, 7, 8, 29, 130):
-        rows = torch.randn(count, 512)
-        assert torch.equal(form(rows), in_fp32(rows))
+        rows = torch.randn(count, 512) * torch.rand(count, 1) * 9
+        rows[:, 5] *= 1000
+        assert torch.equal(as_numbers(rows), in_fp32(rows))
+        assert linear.bias is not None
+        exact = rows.double() @ weight.double().T + linear.bias
+        errors = [float((one(rows) - exact).norm()) for one in (as_integers, in_fp32)]
+        assert errors[0] <= 1.5 * errors[1], "as precise as fp32"
     assert torch.equal(form.weight_rows(None), weight)
     assert torch.equal(form.weight_rows(torch.tensor([4, 98])), weight[[4, 98]])
     in_integers = EIGHT_BITS(linear)
@@ -164,7 +175,8 @@ def test_a_ggufs_weights_keep_few_bits_and_the_products_of_fp32(kind: str) -> No
     again = packed(linear)
     assert isinstance(again, NativeGridLinear)
     assert again.grids.dtype == torch.float32, "which fp16 does not have"
-    assert torch.equal(again(rows), NativeFloatLinear(linear, linear.weight)(rows))
+    in_fp32 = NativeFloatLinear(linear, linear.weight)
+    assert (again(rows) - in_fp32(rows)).norm() / in_fp32(rows).norm() < 1e-5
     for wrong in (torch.nextafter(weight[98, 511], torch.tensor(9.0)), torch.nan, torch.inf):
         linear.weight[98, 511] = wrong
         assert not isinstance(packed(linear), NativeGridLinear), "one weight is on no grid"
@@ -345,7 +357,7 @@ def test_older_processors_get_the_same_bits_for_a_node(
         for name in FLOATS:
             test_a_checkpoint_of_two_bytes_has_the_products_of_four(name)
         for kind in ("Q4_1", "Q6_K"):
-            test_a_ggufs_weights_keep_few_bits_and_the_products_of_fp32(kind)
+            test_a_ggufs_weights_keep_few_bits_and_the_precision_of_fp32(kind)
         for name in ("int8", "int4"):
             test_products_of_integers_are_those_of_the_rounded_weights(name)
         for name in EXACT:

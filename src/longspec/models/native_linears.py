@@ -21,7 +21,7 @@ TINY = torch.finfo(torch.float32).tiny
 # The numbers of product.h and weights.h: what a product does with its input first, and what weights are in.
 _PLAIN, _NORM, _GATED = range(3)
 _KEPT_IN = (torch.float32, torch.bfloat16, torch.float16)
-_GRID, _LEVELS = len(_KEPT_IN), len(_KEPT_IN) + 2
+_GRID, _LEVELS, _FINE = range(len(_KEPT_IN), len(_KEPT_IN) + 6, 2)
 # How many neighbours share a grid: the first that fits. Longer runs need fewer bytes.
 _RUNS = (32, 16)
 
@@ -158,14 +158,6 @@ class NativeGridLinear(NativeLinear):
         kept_in = self._KEPT_IN + self.shares_bytes
         super().__init__(linear, blocks, kept_in, grids.permute(0, 2, 3, 1), run)
 
-    @classmethod
-    def of(cls, linear: Linear) -> NativeGridLinear | None:
-        """This form of `linear`; None if its weights are not exactly on grids."""
-        if not _has_native_forms(linear):
-            return None
-        found = _find_grids(linear.weight.detach())
-        return None if found is None else cls(linear, *found)
-
     def _rows(self, ids: Tensor) -> Tensor:
         lanes = code().lanes()
         block, lane = ids // lanes, ids % lanes
@@ -184,6 +176,23 @@ class NativeLevelLinear(NativeGridLinear):
 
     _KEPT_IN = _LEVELS
     _BESIDE = 4
+
+
+class NativeFineLinear(NativeGridLinear):
+    """The same with rows of 24 bits: as precise as fp32, and faster than `NativeGridLinear` where the
+    processor multiplies bytes."""
+
+    _KEPT_IN = _FINE
+    _BESIDE = 4
+
+
+def on_grids(linear: Linear) -> NativeGridLinear | None:
+    """A linear whose weights are exactly on grids; None if they are not."""
+    if not _has_native_forms(linear):
+        return None
+    form = NativeFineLinear if code().multiplies_bytes() else NativeGridLinear
+    found = _find_grids(linear.weight.detach())
+    return None if found is None else form(linear, *found)
 
 
 def _find_grids(weight: Tensor, most_levels: int = 256) -> tuple[Tensor, Tensor] | None:
@@ -254,10 +263,10 @@ class FloatForm:
         return NativeFloatLinear(linear, kept)
 
 
-# The first form that a linear can have is used. Those of fewer bytes than fp32 come first; products are the
-# same in all of them.
+# The first form that a linear can have is used. Those of fewer bytes than fp32 come first; products are as
+# precise in all of them.
 _FP32_FORMS: tuple[LinearForm, ...] = (
-    NativeGridLinear.of,
+    on_grids,
     FloatForm(torch.bfloat16),
     FloatForm(torch.float16),
     FloatForm(torch.float32),

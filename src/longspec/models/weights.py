@@ -55,9 +55,9 @@ GPU_ROUNDINGS = {
     name: Rounding(EightBitForm(kind), EightBitForm(kind), None, 1, 1) for name, kind in KINDS.items()
 }
 # Bytes per weight of matrices on a CPU, by their type in the file (`matrix_types`); others take 4. On grids
-# (`NativeGridLinear`) a weight takes a byte or half of one, and each run of 32 or 16 weights takes 8 more, or 4
-# if fp16 has its step and base. Only loading can find that a K type is off its grids: if its `dmin` is more
-# than 128 times its `d`. Weights around 0 do not have such minima.
+# (`on_grids`) a weight takes a byte or half of one, and each run of 32 or 16 weights takes 8 more, or 4 if
+# fp16 has its step and base. Only loading can find that a K type is off its grids: if its `dmin` is more than
+# 128 times its `d`. Weights around 0 do not have such minima.
 _KEPT_BYTES = (
     dict.fromkeys(("Q4_0", "Q4_1"), 1 / 2 + 4 / 32)
     | {"Q4_K": 1 / 2 + 8 / 32, "Q5_K": 1 + 8 / 32}

@@ -11,16 +11,18 @@ enum { MOST_ROWS = 512, PART = 32 };
 /* What a product does with its input first. */
 enum { PLAIN, NORM, GATED };
 
-/* A rounded number of a row is 256 * high + low, at most LARGEST: two bytes. */
-enum { LARGEST = 127 * 256 + 127 };
-
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512BW__))
-/* The processor multiplies four bytes at a time, so the high bytes are multiplied first, then the low ones. */
-enum { HAS_BYTES = 1 };
+/* The processor multiplies four bytes at a time: first the high bytes of a row's numbers, then the lower ones. A number
+   of three bytes is FACTOR * (256 * high + middle) + low. */
+enum { HAS_BYTES = 1, FACTOR = 256 };
 #else
-/* Pairs of 16 bits are multiplied: first those of even inputs, then those of odd ones. */
-enum { HAS_BYTES = 0 };
+/* Pairs of 16 bits are multiplied: first those of even inputs, then those of odd ones. A number of three bytes is
+   FACTOR * high + low. */
+enum { HAS_BYTES = 0, FACTOR = 4096 };
 #endif
+
+/* Whether weights as integers are faster than as numbers. */
+int multiplies_bytes(void) { return HAS_BYTES; }
 
 /* Add the products of four levels of each lane, or of the two of this `turn`, with those numbers of a row. */
 static inline __attribute__((always_inline)) Sums add_levels(Sums sums, Sums levels, Word numbers, const int turn) {
@@ -43,31 +45,75 @@ static inline __attribute__((always_inline)) Sums add_levels(Sums sums, Sums lev
 #endif
 }
 
-/* A run of a row is rounded to `run` / 4 words for each turn, then its unit, and its sum as a number. */
-static inline int64_t words_per_run(int64_t run) { return run / 2 + 2; }
+/* How often a row's numbers of two or three bytes are gone through, each time with `run` / 4 words. */
+static inline int turns_of(const int row_bytes) { return HAS_BYTES ? row_bytes : 2 * (row_bytes - 1); }
 
-/* Round `count` numbers of a row, padded to a run. The unit is nan if one of them is not finite. */
-static void round_run(const float *x, int64_t count, int64_t run, Word *words) {
-    float peak = 0, steps = 0, *facts = (float *)(words + run / 2);
-    int32_t bad = 0, total = 0;
-    for (int64_t i = 0; i < count; i++) {
-        float size = fabsf(x[i]);
-        bad |= !(size <= FLT_MAX);
-        peak = size > peak ? size : peak;
+/* After its words a run of a row has the units of its totals, one for two bytes and two for three, and its sum. */
+static inline int64_t words_per_run(int64_t run, const int row_bytes) {
+    return turns_of(row_bytes) * (run / 4) + row_bytes;
+}
+
+static inline Sums rounded(Vector x) {
+#if defined(__AVX512BW__)
+    return (Sums)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+    return (Sums)_mm256_cvtps_epi32((__m256)x);
+#else
+    Sums numbers;
+    for (int l = 0; l < LANES; l++) numbers[l] = (int32_t)rintf(x[l]);
+    return numbers;
+#endif
+}
+
+/* Put numbers of a run, from `first` on, into its words. */
+static inline void put_numbers(Sums numbers, int64_t first, int64_t run, const int row_bytes, Word *words) {
+    typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+    if (HAS_BYTES) {
+        for (int turn = row_bytes - 1; turn >= 0; turn--) {
+            Sums higher = (numbers + 128) >> 8;
+            *(Bytes *)((int8_t *)(words + turn * (run / 4)) + first) =
+                __builtin_convertvector(numbers - (higher << 8), Bytes);
+            numbers = higher;
+        }
+        return;
     }
-    if (!bad && peak >= 1e-30f) steps = LARGEST / peak;
-    memset(words, 0, run / 2 * sizeof *words);
-    for (int64_t i = 0; i < count && steps > 0; i++) {
-        int32_t number = (int32_t)rintf(x[i] * steps), high = (number + 128) >> 8;
-        total += number;
-        if (HAS_BYTES) {
-            ((int8_t *)words)[i] = (int8_t)high;
-            ((int8_t *)words)[run + i] = (int8_t)(number - 256 * high);
-        } else
-            ((int16_t *)words)[i % 2 * (run / 2) + i / 2] = (int16_t)number;
+    for (int half = row_bytes - 2; half >= 0; half--) {
+        Sums higher = (numbers + FACTOR / 2) >> 12, rest = numbers;
+        if (half) rest -= higher << 12;
+        for (int l = 0; l < LANES; l++) {
+            int16_t *turn = (int16_t *)(words + (2 * half + l % 2) * (run / 4));
+            turn[(first + l) / 2] = (int16_t)rest[l];
+        }
+        numbers = higher;
     }
-    facts[0] = bad ? NAN : steps > 0 ? peak / LARGEST : 0;
-    facts[1] = facts[0] * (float)total;
+}
+
+/* Round the numbers of a row's run by the largest of them. The units are nan if one of them is not finite. */
+static inline __attribute__((always_inline)) void round_run(const float *x, int64_t run, const int row_bytes,
+                                                            Word *words) {
+    float peak, *facts = (float *)(words + turns_of(row_bytes) * (run / 4));
+    /* Three bytes leave room for a product that fp32 has rounded up. */
+    const float largest = row_bytes == 3 ? 127 * 65536 : 127 * 256 + 127;
+    Sums sizes = {0}, totals = {0};
+    for (int64_t i = 0; i < run; i += LANES) {
+        /* Numbers above 0 have the order of their bits; infinity and nan are the highest. */
+        Sums size = *(const Sums *)(x + i) & 0x7fffffff, is_larger = size > sizes;
+        sizes = (size & is_larger) | (sizes & ~is_larger);
+    }
+    int32_t size = 0, total = 0;
+    for (int l = 0; l < LANES; l++) size = sizes[l] > size ? sizes[l] : size;
+    memcpy(&peak, &size, sizeof peak);
+    int is_bad = size >= 0x7f800000, is_small = peak < 1e-30f;
+    float steps = is_bad || is_small ? 0 : largest / peak, unit = is_bad ? NAN : is_small ? 0 : peak / largest;
+    for (int64_t i = 0; i < run; i += LANES) {
+        Sums numbers = is_bad ? (Sums){0} : rounded(*(const Vector *)(x + i) * steps);
+        put_numbers(numbers, i, run, row_bytes, words);
+        totals += numbers;
+    }
+    for (int l = 0; l < LANES; l++) total += totals[l];
+    if (row_bytes == 3) *facts++ = unit * FACTOR;
+    facts[0] = unit;
+    facts[1] = unit * (float)total;
 }
 
 static inline Vector gated(Vector gate, Vector up) { return gate / (exponentials(-gate) + 1.0f) * up; }
@@ -107,8 +153,8 @@ typedef struct {
 
 /* How many words a row has. */
 static inline int64_t words_of(const Matrix *matrix) {
-    int rounds = matrix->kept_in == LEVELS8 || matrix->kept_in == LEVELS4;
-    return rounds ? runs_of(matrix) * words_per_run(matrix->run) : matrix->num_in;
+    if (!are_integers(matrix->kept_in)) return matrix->num_in;
+    return runs_of(matrix) * words_per_run(matrix->run, row_bytes_of(matrix->kept_in));
 }
 
 /* How many rows' inputs lie side by side with those of a row, itself included. */
@@ -142,7 +188,7 @@ static inline __attribute__((always_inline)) void fetch_next(const void *weight,
                                                              int64_t num_inputs, int64_t row, const int kept_in) {
     int64_t bytes = LANES * WEIGHT_BITS[kept_in] / 8, next = 2 * n * bytes;
     if (row || kept_in == FP32) return;
-    if (kept_in == GRID4 || kept_in == LEVELS4) {
+    if (WEIGHT_BITS[kept_in] == 4) {
         fetch((const uint8_t *)weight + next + input * LANES, num_inputs * LANES);
         return;
     }
@@ -153,7 +199,7 @@ static inline __attribute__((always_inline)) void fetch_next(const void *weight,
 static inline __attribute__((always_inline)) void levels_of(const uint8_t *weight, int64_t n, int64_t input,
                                                             const int blocks, const int kept_in, Sums *both) {
     both[0] = *(const Sums *)(weight + input * LANES);
-    if (kept_in == LEVELS8) {
+    if (WEIGHT_BITS[kept_in] == 8) {
         if (blocks == 2) both[1] = *(const Sums *)(weight + (n + input) * LANES);
         return;
     }
@@ -167,35 +213,42 @@ static inline __attribute__((always_inline)) void level_outputs(const Product *o
                                                                 int64_t block, const int blocks, int64_t row,
                                                                 const int count, const int64_t side,
                                                                 const int kept_in) {
+    const int row_bytes = row_bytes_of(kept_in), turns = turns_of(row_bytes);
     int64_t run = one->matrix->run, n = runs_of(one->matrix) * run;
     const Word *x = inputs_of(one, row);
     Vector sums[ROWS][2] = {{{0}}};
-    for (int64_t first = 0; first < n; first += run, x += 2 * side) {
-        Sums totals[ROWS][2] = {{{0}}};
+    for (int64_t first = 0; first < n; first += run) {
+        const float *facts = (const float *)(x + turns * (run / 4) * side) + (row_bytes - 1) * side;
+        Grid grids[2] = {grid_of(one->matrix, block, first / run)};
+        if (blocks == 2) grids[1] = grid_of(one->matrix, block + 1, first / run);
         fetch_next(weight, n, first, run, row, kept_in);
         if (!row) fetch_grids(one->matrix, block, first / run);
 #pragma GCC unroll 2
-        for (int turn = 0; turn < 2; turn++) {
-#pragma GCC unroll 8
-            for (int r = 0; r < count; r++)
-                for (int b = 0; b < blocks; b++) totals[r][b] <<= HAS_BYTES ? 8 : 0;
-            for (int64_t input = first; input < first + run; input += 4, x += side) {
-                Sums both[2];
-                levels_of(weight, n, input, blocks, kept_in, both);
+        for (int half = 0; half < row_bytes - 1; half++) {
+            Sums totals[ROWS][2] = {{{0}}};
+            const float *units = facts - (row_bytes - 1 - half) * side;
+#pragma GCC unroll 2
+            for (int turn = 0; turn < 2 && 2 * half + turn < turns; turn++) {
 #pragma GCC unroll 8
                 for (int r = 0; r < count; r++)
-                    for (int b = 0; b < blocks; b++) totals[r][b] = add_levels(totals[r][b], both[b], x[r], turn);
-            }
-        }
-        Grid grids[2] = {grid_of(one->matrix, block, first / run)};
-        if (blocks == 2) grids[1] = grid_of(one->matrix, block + 1, first / run);
+                    for (int b = 0; b < blocks; b++) totals[r][b] <<= HAS_BYTES ? 8 : 0;
+                for (int64_t input = first; input < first + run; input += 4, x += side) {
+                    Sums both[2];
+                    levels_of(weight, n, input, blocks, kept_in, both);
 #pragma GCC unroll 8
-        for (int r = 0; r < count; r++)
-            for (int b = 0; b < blocks; b++) {
-                Vector total = __builtin_convertvector(totals[r][b], Vector) * ((const float *)x)[r];
-                sums[r][b] = multiply_add(total, grids[b].steps, sums[r][b]);
-                sums[r][b] = add_scaled(sums[r][b], ((const float *)x)[side + r], grids[b].bases);
+                    for (int r = 0; r < count; r++)
+                        for (int b = 0; b < blocks; b++) totals[r][b] = add_levels(totals[r][b], both[b], x[r], turn);
+                }
             }
+#pragma GCC unroll 8
+            for (int r = 0; r < count; r++)
+                for (int b = 0; b < blocks; b++) {
+                    Vector total = __builtin_convertvector(totals[r][b], Vector) * units[r];
+                    sums[r][b] = multiply_add(total, grids[b].steps, sums[r][b]);
+                    if (half == row_bytes - 2) sums[r][b] = add_scaled(sums[r][b], facts[r], grids[b].bases);
+                }
+        }
+        x += row_bytes * side; /* the units and the sums */
     }
 #pragma GCC unroll 8
     for (int r = 0; r < count; r++)
@@ -206,7 +259,7 @@ static inline __attribute__((always_inline)) void level_outputs(const Product *o
 static inline __attribute__((always_inline)) void float_outputs(const Product *one, const void *weight, int64_t block,
                                                                 const int blocks, int64_t row, const int count,
                                                                 const int64_t side, const int kept_in) {
-    const int has_grids = kept_in == GRID8 || kept_in == GRID4;
+    const int has_grids = are_grids(kept_in);
     int64_t n = one->matrix->num_in, run = has_grids ? one->matrix->run : n;
     const float *x = (const float *)inputs_of(one, row);
     int64_t part = has_grids ? run : PART;
@@ -237,7 +290,7 @@ static inline __attribute__((always_inline)) void float_outputs(const Product *o
 static inline __attribute__((always_inline)) void outputs(const Product *one, const void *weight, int64_t block,
                                                           const int blocks, int64_t row, const int count,
                                                           const int64_t side, const int kept_in) {
-    if (kept_in == LEVELS8 || kept_in == LEVELS4)
+    if (are_integers(kept_in))
         level_outputs(one, weight, block, blocks, row, count, side, kept_in);
     else
         float_outputs(one, weight, block, blocks, row, count, side, kept_in);
@@ -266,17 +319,20 @@ static void prepare_rows(const void *job, int64_t group) {
     const Product *one = job;
     const Matrix *matrix = one->matrix;
     int64_t n = matrix->num_in, run = matrix->run, words = words_of(matrix), first = group * ROWS;
-    int64_t side = rows_beside(one, first), rounds = matrix->kept_in == LEVELS8 || matrix->kept_in == LEVELS4;
-    float *changed = malloc(n * sizeof *changed);
-    Word *rounded = rounds ? malloc(words * sizeof *rounded) : NULL, *inputs = inputs_of(one, first);
+    int64_t side = rows_beside(one, first), rounds = are_integers(matrix->kept_in);
+    int64_t padded = rounds ? runs_of(matrix) * run : n, row_bytes = row_bytes_of(matrix->kept_in);
+    float *changed = calloc(padded, sizeof *changed);
+    Word *words_of_row = rounds ? malloc(words * sizeof *words_of_row) : (Word *)changed, *to = inputs_of(one, first);
     for (int64_t r = 0; r < side; r++) {
         change(one->form, one->x + (first + r) * (one->form == GATED ? 2 * n : n), one->norm, one->eps, n, changed);
-        for (int64_t i = 0; rounded && i < n; i += run)
-            round_run(changed + i, i + run < n ? run : n - i, run, rounded + i / run * words_per_run(run));
-        const Word *row = rounded ? rounded : (const Word *)changed;
-        for (int64_t i = 0; i < words; i++) inputs[i * side + r] = row[i];
+        for (int64_t i = 0; rounds && i < n; i += run)
+            if (row_bytes == 3)
+                round_run(changed + i, run, 3, words_of_row + i / run * words_per_run(run, 3));
+            else
+                round_run(changed + i, run, 2, words_of_row + i / run * words_per_run(run, 2));
+        for (int64_t i = 0; i < words; i++) to[i * side + r] = words_of_row[i];
     }
-    free(rounded);
+    if (rounds) free(words_of_row);
     free(changed);
 }
 
@@ -302,9 +358,8 @@ static inline __attribute__((always_inline)) void grid_columns(const Product *on
 
 /* All blocks of an item. */
 static inline __attribute__((always_inline)) void multiply(const Product *one, int64_t item, const int kept_in) {
-    const int has_grids = kept_in == GRID8 || kept_in == GRID4;
-    const int has_levels = kept_in == LEVELS8 || kept_in == LEVELS4;
-    int64_t n = has_levels ? runs_of(one->matrix) * one->matrix->run : one->matrix->num_in;
+    const int has_grids = are_grids(kept_in);
+    int64_t n = are_integers(kept_in) ? runs_of(one->matrix) * one->matrix->run : one->matrix->num_in;
     int64_t bytes = n * LANES * WEIGHT_BITS[kept_in] / 8;
     int64_t blocks = (one->matrix->num_out + LANES - 1) / LANES, last = (item + 1) * one->pairs_per_item * 2;
     Vector *expanded = has_grids && one->num_rows >= 8 * ROWS ? malloc(2 * n * sizeof *expanded) : NULL;
@@ -332,8 +387,10 @@ static void multiply_grid8(const void *job, int64_t item) { multiply(job, item, 
 static void multiply_grid4(const void *job, int64_t item) { multiply(job, item, GRID4); }
 static void multiply_levels8(const void *job, int64_t item) { multiply(job, item, LEVELS8); }
 static void multiply_levels4(const void *job, int64_t item) { multiply(job, item, LEVELS4); }
-static Work *const multiplications[] = {multiply_fp32,  multiply_bf16,    multiply_fp16,   multiply_grid8,
-                                        multiply_grid4, multiply_levels8, multiply_levels4};
+static void multiply_fine8(const void *job, int64_t item) { multiply(job, item, FINE8); }
+static void multiply_fine4(const void *job, int64_t item) { multiply(job, item, FINE4); }
+static Work *const multiplications[] = {multiply_fp32,    multiply_bf16,    multiply_fp16,  multiply_grid8, multiply_grid4,
+                                        multiply_levels8, multiply_levels4, multiply_fine8, multiply_fine4};
 
 /* out [rows, num_out] becomes, or grows by, the product of x [rows, num_in], or of gate and up
    [rows, 2 num_in]. */

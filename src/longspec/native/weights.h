@@ -5,14 +5,19 @@
 #include "vectors.h"
 
 /* What weights are kept in, and how many bits each of them takes: numbers; or levels of 8 or 4 bits on grids, which
-   are multiplied as the numbers that they stand for (GRID), or as integers, by rows that are rounded too (LEVELS). */
-enum { FP32, BF16, FP16, GRID8, GRID4, LEVELS8, LEVELS4 };
-static const int64_t WEIGHT_BITS[] = {32, 16, 16, 8, 4, 8, 4};
+   are multiplied as the numbers that they stand for (GRID), or as integers, by rows that are rounded to two bytes
+   (LEVELS) or to three, which is as fine as fp32 (FINE). */
+enum { FP32, BF16, FP16, GRID8, GRID4, LEVELS8, LEVELS4, FINE8, FINE4 };
+static const int64_t WEIGHT_BITS[] = {32, 16, 16, 8, 4, 8, 4, 8, 4};
+
+static inline int are_grids(int64_t kept_in) { return kept_in == GRID8 || kept_in == GRID4; }
+static inline int are_integers(int64_t kept_in) { return kept_in >= LEVELS8; }
+static inline int row_bytes_of(int64_t kept_in) { return kept_in >= FINE8 ? 3 : 2; }
 
 /* A matrix [num_out, num_in]. `weight` is padded to [outputs / LANES, inputs, LANES], `bias` to as many outputs. For
    every `run` inputs of an output `grids`, padded to [outputs / LANES, inputs / run, 2, LANES], has the step and the
    base of the grid on which its weights lie, in fp32 or, with `has_half_grids`, in fp16. Levels of 4 bits lie in the lower and upper halves of bytes
-   [outputs / LANES / 2, inputs, LANES]: two blocks of outputs. LEVELS are padded to whole runs of inputs, and four
+   [outputs / LANES / 2, inputs, LANES]: two blocks of outputs. Integers are padded to whole runs of inputs, and four
    inputs of an output lie side by side: [..., inputs / 4, LANES, 4]. */
 typedef struct {
     const void *weight;
@@ -86,7 +91,7 @@ static inline __attribute__((always_inline)) Vector numbers_at(const void *weigh
 #endif
 }
 
-/* Of an output; the last one of LEVELS may be shorter. */
+/* Of an output; the last one of integers may be shorter. */
 static inline int64_t runs_of(const Matrix *matrix) { return (matrix->num_in + matrix->run - 1) / matrix->run; }
 
 /* The grids of a block's run. */

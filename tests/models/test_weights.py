@@ -37,7 +37,7 @@ from longspec.models.native_linears import (
 from longspec.models.tables import Int8Table
 from longspec.models.target import Transformer
 from longspec.models.weights import _KEPT_BYTES, ROUNDINGS, Precision, pack, pick_precision
-from longspec.native.build import _load, code
+from longspec.native.build import _compiler, _load, code, what_is_missing
 from tests.cli.run import exit_code
 from tests.decoding.scripted import ask, pass_over, tiny_draft, tiny_engine, tiny_target
 from tests.hub.gguf_samples import encode
@@ -64,6 +64,13 @@ def target_in(name: str) -> Transformer:
     pack(target.blocks, precision)
     pack_ends(target, precision)
     return target
+
+
+def test_our_code_compiles_where_there_is_a_compiler() -> None:
+    """Or the tests of it would be skipped."""
+    if not _compiler():
+        pytest.skip("no C compiler here")
+    assert has_native_products(), what_is_missing()
 
 
 @pytest.mark.parametrize("name", EXACT)

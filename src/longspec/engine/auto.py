@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +23,8 @@ from longspec.models.draft import GlideDraft
 ASSUMED_MATCHES = 0.3
 # Speculation is used if it promises at least this many times vanilla's speed.
 LEAST_SPEED = 1.03
+# Contexts whose rounds take equally long, as far as a choice matters: a multiple, and those up to the next.
+SAME_CONTEXT = 32
 # The longest chain of plain rounds while nothing is measured.
 UNMEASURED_GAMMA = 4
 
@@ -109,6 +112,10 @@ class Policy:
     costs: Costs
     gains: dict[tuple[Method, int | None], float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        # Kept, because every turn asks for all methods, and a turn of a small model takes few milliseconds.
+        self._seconds = lru_cache(4096)(self._find_seconds)
+
     def gain(self, method: Method, run: int | None = None) -> float:
         """Tokens that a round is expected to emit for a row. `run` is how many of the row's last tokens
         occurred before; None if the host does not know it."""
@@ -180,8 +187,14 @@ class Policy:
         else:
             gained = drafted * (self.gain(method) - 1)
         # A chain goes on as long as one of its rows is sure, so only a row alone ends early.
-        num_drafted = method.expected_length(self.acceptance, drafted) if num_running == 1 else None
-        return self.costs.seconds(method, num_rows, context, num_drafted), num_running + gained
+        share = round(drafted, 2) if num_running == 1 else None
+        seconds = self._seconds(method, num_rows, context // SAME_CONTEXT * SAME_CONTEXT, share)
+        return seconds, num_running + gained
+
+    def _find_seconds(self, method: Method, num_rows: int, context: int, share: float | None) -> float:
+        """The seconds of a method's round. Chains end early for a row alone that accepts this `share`."""
+        num_drafted = None if share is None else method.expected_length(self.acceptance, share)
+        return self.costs.seconds(method, num_rows, context, num_drafted)
 
     def learn(self, outlook: Outlook, method: Method, emitted: int, run: int | None) -> None:
         """Update a row's outlook after a round; `run` is as in `pick`."""

@@ -29,13 +29,19 @@ static uint64_t key_of(int64_t seed, int64_t position) {
     return key;
 }
 
-/* The highest 24 bits of the hashes of LANES tokens, as whole numbers. */
+/* The numbers from 0 on. */
+#if defined(__AVX512BW__)
+static const Bits COUNT = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+static const Bits COUNT = {0, 1, 2, 3};
+#endif
+
+/* The highest 24 bits of the hashes of LANES tokens, as whole numbers: of those given, or those from `first` on. */
 static inline Vector high_bits(uint64_t key, const int64_t *tokens, int64_t first) {
     HalfSums halves[2];
     for (int h = 0; h < 2; h++) {
-        Bits x;
-        for (int l = 0; l < LANES / 2; l++)
-            x[l] = tokens ? (uint64_t)tokens[h * LANES / 2 + l] : (uint64_t)(first + h * LANES / 2 + l);
+        Bits x = COUNT + (uint64_t)(first + h * LANES / 2);
+        if (tokens) x = ((const Bits *)tokens)[h];
         x = x * GOLDEN + key;
         MIX(x);
         halves[h] = __builtin_convertvector(x >> 40, HalfSums);

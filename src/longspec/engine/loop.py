@@ -313,10 +313,8 @@ class Loop:
                 self._refuse(seat)
                 return
             self.device.release([youngest.slot])
-            wanted = num_entries if youngest is seat else 1
-            self.scheduler.pause(
-                youngest, min(youngest.length + wanted, youngest.sequence.limit + MOST_NODES)
-            )
+            wanted = youngest.length + (num_entries if youngest is seat else 1)
+            self.scheduler.pause(youngest, min(wanted, youngest.sequence.limit + MOST_NODES))
 
     def _refuse(self, seat: Seat) -> None:
         """End a sequence that needs more pages than there are."""

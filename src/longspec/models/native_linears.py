@@ -18,7 +18,7 @@ from longspec.models.layers import CpuLinear, Linear, LinearForm, PackedLinear, 
 from longspec.native.build import Matrix, code, library
 
 TINY = torch.finfo(torch.float32).tiny
-# The numbers of product.h and weights.h: what a product does with its input first, and what weights are in.
+# The numbers of inputs.h and weights.h: what a product does with its input first, and what weights are in.
 _PLAIN, _NORM, _GATED = range(3)
 _KEPT_IN = (torch.float32, torch.bfloat16, torch.float16)
 _GRID, _LEVELS, _FINE = range(len(_KEPT_IN), len(_KEPT_IN) + 6, 2)

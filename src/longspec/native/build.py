@@ -95,7 +95,7 @@ class Layer(ctypes.Structure):
 
 
 class Draft(ctypes.Structure):
-    """`Draft` in decode.c."""
+    """`Draft` in draft.h."""
 
     _fields_ = (
         *(

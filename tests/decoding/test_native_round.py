@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import fields, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +37,7 @@ from longspec.engine.engine import Engine
 from longspec.engine.load import prepare_draft
 from longspec.engine.memory import EngineSize
 from longspec.models.native_linears import packed
+from longspec.native.build import _load, code
 from tests.decoding.scripted import ask, tiny_draft, tiny_engine, tiny_target
 from tests.kernels.test_choose import SETTINGS, random_rows
 from tests.kernels.test_tree import random_levels
@@ -53,6 +56,24 @@ def test_the_choice_is_the_same(V: int, spread: float, monkeypatch: pytest.Monke
         with monkeypatch.context() as patch:
             patch.setattr(choosing, "is_native", lambda x: False)
             assert torch.equal(found, choosing.choose(logits, rows, seeds, positions, sampled))
+
+
+@pytest.mark.parametrize("flags", ["-mno-avx512f", "-mno-avx512f -mno-avx2"])
+def test_older_processors_choose_the_same(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if platform.machine() != "x86_64":
+        pytest.skip("no such flags")
+    monkeypatch.setenv("CC", f"cc {flags}")
+    monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path))
+    _load.cache_clear()
+    try:
+        assert code().lanes() == 8
+        test_the_choice_is_the_same(1500, 4.0, monkeypatch)
+        test_a_drafts_noise_is_that_of_choices()
+    finally:
+        monkeypatch.undo()
+        _load.cache_clear()
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from ctypes import pointer
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ def propose_chain(method: Drafted, models: Models, rows: Slots, sampled: bool) -
     features = draft.features(rows.feature[:, None], num_levels)
     nodes, confidence, threads = [rows.roots], scores.new_zeros(num_rows), torch.get_num_threads()
     moving = rows.running & rows.active
-    doubt = torch.tensor(method.min_confidence).log() if method.min_confidence else None
+    doubt = math.log(method.min_confidence) if method.min_confidence else -math.inf
     for level in range(num_levels):
         x, feature = look_up(target.table, fresh).contiguous(), features[level]
         code().chain_level(
@@ -57,7 +58,7 @@ def propose_chain(method: Drafted, models: Models, rows: Slots, sampled: bool) -
         num_tokens, fresh = 1, tokens.clone()
         nodes.append(fresh)
         confidence += scores
-        if doubt is not None and not bool((moving & (confidence >= doubt)).any()):
+        if method.min_confidence and not bool((moving & (confidence >= doubt)).any()):
             break
     code().end_chain(chain, len(nodes) - 1)
     return TokenTree.chain(torch.stack(nodes, 1))

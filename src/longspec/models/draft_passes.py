@@ -101,12 +101,9 @@ class NativeDraftPass:
     def describe(self, chain: DraftedChain, num_rows: int) -> None:
         """Put the weights, and where a level's queries read and write, into `chain`."""
         near, far = self._near(num_rows, 1, self._plan.lengths), self._far(num_rows, 1)
-        chain.draft, chain.to, chain.ring, chain.pages = (
-            pointer(_weights(self._draft)),
-            self._writing(),
-            near,
-            far,
-        )
+        chain.draft = pointer(_weights(self._draft))
+        chain.to = self._writing()
+        chain.ring, chain.pages = near, far
         chain.kept += [near.kept, far.kept]
 
     def _writing(self) -> Writing:

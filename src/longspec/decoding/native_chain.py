@@ -41,10 +41,12 @@ def propose_chain(method: Drafted, models: Models, rows: Slots, sampled: bool) -
     draft, target = models.draft, models.target
     assert draft is not None
     num_levels, num_rows = min(len(method.shape), method.num_nodes - 1), rows.num_rows
-    chain = _chain_of(models, rows, num_levels, sampled)
-    tokens, scores, claimed = (held for held in chain.kept[:3])
+    tokens, scores = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
+    chain = _chain_of(models, rows, num_levels, sampled, tokens, scores)
+    # Tokens that the ring lacks, their positions and their entries; `window` of each row are the most.
+    claimed = torch.empty(3, num_rows * chain.window, dtype=torch.int64).unbind(0)
     num_tokens = code().claim(chain, *(part.data_ptr() for part in claimed))
-    fresh, positions, entries = (part.flatten()[: num_rows * num_tokens] for part in claimed)
+    fresh, positions, entries = (part[: num_rows * num_tokens] for part in claimed)
     features = draft.features(rows.feature[:, None], num_levels)
     nodes, confidence, threads = [rows.roots], scores.new_zeros(num_rows), torch.get_num_threads()
     moving = rows.running & rows.active
@@ -73,9 +75,10 @@ def _head_of(models: Models) -> tuple[nn.Module | None, Tensor | None, Tensor | 
     return own.rows or models.target.head, more, head.token_ids
 
 
-def _chain_of(models: Models, rows: Slots, num_levels: int, sampled: bool) -> DraftedChain:
-    """What the C code reads and writes. The first of what it holds are the newest tokens, their scores, and
-    room for the tokens that the ring lacks."""
+def _chain_of(
+    models: Models, rows: Slots, num_levels: int, sampled: bool, tokens: Tensor, scores: Tensor
+) -> DraftedChain:
+    """What the C code reads and writes; `tokens` and `scores` become those of each level's nodes."""
     draft, target, ring = models.draft, models.target, rows.ring
     assert draft is not None
     assert ring is not None
@@ -83,8 +86,6 @@ def _chain_of(models: Models, rows: Slots, num_levels: int, sampled: bool) -> Dr
     head, more, token_ids = _head_of(models)
     assert head is not None
     assert token_ids is not None
-    tokens, scores = torch.empty(B, dtype=torch.int64), torch.empty(B)
-    claimed = torch.empty(3, B, ring.window, dtype=torch.int64)
     hidden = torch.empty(B, size)
     replaced = torch.empty(num_levels, B, 2, draft.num_kv_heads, draft.head_dim)
     plan = AttentionPlan(rows.lengths, rows.tables, models.pages.size, 1)
@@ -101,7 +102,7 @@ def _chain_of(models: Models, rows: Slots, num_levels: int, sampled: bool) -> Dr
         tokens=tokens.data_ptr(),
         scores=scores.data_ptr(),
     )
-    chain.kept = [tokens, scores, claimed, hidden, replaced, more, token_ids]
+    chain.kept = [hidden, replaced, more, token_ids]
     level.describe(chain, B)
     chain.head, chain.rows = pointer(native(head).matrix), pointer(rows_of(rows))
     if draft.parent_reader is not None:

@@ -35,10 +35,10 @@ def found_slowly(text: list[int]) -> tuple[int, int]:
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=3))
 def test_the_longest_and_newest_run_is_found(rows: list[list[int]]) -> None:
     text, ends = text_of(*rows)
-    for has_code in (True, False):
+    for in_code in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            if not has_code:
-                patch.setattr(lookup, "library", lambda: None)
+            if not in_code:
+                patch.setattr(lookup, "has_code", lambda x: False)
             runs, places = find(text, ends)
         for row, run, place in zip(rows, runs.tolist(), places.tolist(), strict=True):
             assert (run, place if run else 0) == found_slowly(row)

@@ -16,7 +16,7 @@ from longspec.decoding.expected import FIRST_DOUBT, MAX_RUN, MIN_RUN, NEXT_DOUBT
 from longspec.decoding.lookup import find, graft
 from longspec.decoding.methods.drafted import Drafted
 from longspec.decoding.native_chain import can_draft_chain, propose_chain
-from longspec.decoding.native_round import draft_noise
+from longspec.decoding.native_round import draft_noise, has_code
 from longspec.decoding.rejection import draw_children
 from longspec.decoding.round import Models
 from longspec.decoding.slots import Slots
@@ -25,7 +25,6 @@ from longspec.models.draft import DraftHead, GlideDraft
 from longspec.models.draft_passes import FusedDraftPass, NativeDraftPass, PlainDraftPass
 from longspec.models.layers import Ops, Stream, look_up
 from longspec.models.native_pass import ops_of
-from longspec.native.build import library
 
 if TYPE_CHECKING:
     from longspec.kernels.norm import Residual
@@ -293,8 +292,7 @@ def _noise(models: Models, rows: Slots, depth: int) -> Tensor:
         from longspec.kernels.noise import gumbel_noise
 
         return gumbel_noise(rows.seeds, rows.lengths, token_ids, temperature, 1, depth)
-    is_native = token_ids.device.type == "cpu" and library() is not None
-    of_step = draft_noise if is_native else gumbel
+    of_step = draft_noise if has_code(token_ids) else gumbel
     steps = [of_step(rows.seeds, rows.lengths + 1 + step, token_ids).float() for step in range(depth)]
     return torch.where(temperature[:, None] > 0, torch.stack(steps), 0.0)
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from longspec.decoding.expected import FIRST_DOUBT, MAX_RUN, MIN_RUN, NEXT_DOUBT
-from longspec.decoding.native_round import find_runs
+from longspec.decoding.native_round import find_runs, has_code
 from longspec.decoding.tree import TokenTree
-from longspec.native.build import library
 
 
 def find(text: Tensor, ends: Tensor, min_run: int = MIN_RUN, max_run: int = MAX_RUN) -> tuple[Tensor, Tensor]:
@@ -24,7 +23,7 @@ def find(text: Tensor, ends: Tensor, min_run: int = MIN_RUN, max_run: int = MAX_
     Returns the run's length, at most `max_run`, and 0 if it is below `min_run`; and the index of the token
     that followed the run there. Both are [B].
     """
-    if text.device.type == "cpu" and library() is not None:
+    if has_code(text):
         return find_runs(text, ends, min_run, max_run)
     size = int(ends.max())
     text = text[:, :size]

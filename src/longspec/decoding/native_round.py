@@ -19,9 +19,14 @@ if TYPE_CHECKING:
     from longspec.decoding.tree import TokenTree
 
 
+def has_code(x: Tensor) -> bool:
+    """Whether there is C code where x is."""
+    return x.device.type == "cpu" and library() is not None
+
+
 def is_native(x: Tensor) -> bool:
     """Whether the C code can compute with x."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and library() is not None
+    return x.dtype == torch.float32 and has_code(x)
 
 
 def describe_nodes(

@@ -16,14 +16,13 @@ from longspec.cache import Pages
 from longspec.decoding.accept import Accepted, LogitsAt, accept_coupled
 from longspec.decoding.choose import choose
 from longspec.decoding.methods import Method
-from longspec.decoding.native_round import choose_tokens, describe_nodes, is_native, settle_round
+from longspec.decoding.native_round import choose_tokens, describe_nodes, has_code, is_native, settle_round
 from longspec.decoding.rejection import accept_rejection
 from longspec.decoding.slots import Slots
 from longspec.decoding.tree import TokenTree
 from longspec.models.draft import ContextHead, DraftHead, GlideDraft
 from longspec.models.passes import paged_pass
 from longspec.models.target import Transformer
-from longspec.native.build import library
 
 # The logits of up to this many nodes cost hardly more than those of one, because the head is read once.
 _FEW_NODES = 16
@@ -115,7 +114,7 @@ def _finish_native(
     choices = target.agree(choices).view(tree.tokens.shape)
     width = min(tree.num_nodes, method.depth + 1)
     moved = settle_round(tree, choices, hidden, rows, width, accumulate=not method.uses_draft)
-    if moved is not None and not tree.is_chain:
+    if moved is not None:
         kept, num_kept, before = moved
         models.pages.commit(rows.tables, before, kept, num_kept)
 
@@ -127,7 +126,7 @@ def forward_chain_or_tree(
     row's prefix. With a window, a node sees only the first `sinks` and the last `window` entries there."""
     target, pages = models.target, models.pages
     lengths = rows.lengths + behind if behind else rows.lengths
-    if library() is not None and lengths.device.type == "cpu":
+    if has_code(lengths):
         sees, positions, places = describe_nodes(
             tree.parents, tree.is_chain, lengths, rows.tables, pages.size
         )

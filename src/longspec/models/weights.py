@@ -33,8 +33,6 @@ class Rounding:
     """Per weight."""
     table_bytes: float
     """Per weight of the head, and of the embedding if that is rounded."""
-    keeps_grids: bool = False
-    """Whether matrices that have no more bits in the file are kept as they are."""
 
 
 def _half(dtype: torch.dtype) -> Rounding:
@@ -46,7 +44,7 @@ def _half(dtype: torch.dtype) -> Rounding:
 ROUNDINGS = {
     "float16": _half(torch.float16),
     "bfloat16": _half(torch.bfloat16),
-    "int8": Rounding(EIGHT_BITS, EIGHT_BITS, Int8Table, 1 + 8 / 64, 1 + 8 / 64, keeps_grids=True),
+    "int8": Rounding(EIGHT_BITS, EIGHT_BITS, Int8Table, 1 + 8 / 64, 1 + 8 / 64),
     # An int4 head or embedding would cost more words than it saves bytes.
     "int4": Rounding(FOUR_BITS, EIGHT_BITS, Int8Table, 1 / 2 + 8 / 32, 1 + 8 / 64),
 }

@@ -14,11 +14,11 @@ typedef int32_t HalfSums __attribute__((vector_size(2 * LANES), aligned(4), may_
 static const uint64_t GOLDEN = 0x9E3779B97F4A7C15, FIRST = 0xBF58476D1CE4E5B9, SECOND = 0x94D049BB133111EB;
 
 /* The finaliser of SplitMix64, for a number or a vector of them. */
-#define MIX(x)                      \
-    do {                            \
-        x = (x ^ (x >> 30)) * FIRST; \
+#define MIX(x)                        \
+    do {                              \
+        x = (x ^ (x >> 30)) * FIRST;  \
         x = (x ^ (x >> 27)) * SECOND; \
-        x ^= x >> 31;               \
+        x ^= x >> 31;                 \
     } while (0)
 
 static uint64_t key_of(int64_t seed, int64_t position) {

@@ -77,7 +77,8 @@ typedef struct {
    that lacks fewer writes the others to the last entry, which nobody reads. */
 int64_t claim(const DraftedChain *chain, int64_t *tokens, int64_t *positions, int64_t *entries) {
     const Rows *rows = chain->rows;
-    int64_t num_rows = chain->ring.num_rows, most = 1, dump = chain->ring_size - 1, *counts = malloc(num_rows * sizeof *counts);
+    int64_t num_rows = chain->ring.num_rows, most = 1, dump = chain->ring_size - 1;
+    int64_t *counts = malloc(num_rows * sizeof *counts);
     for (int64_t row = 0; row < num_rows; row++) {
         const int64_t *held = chain->ring_positions + row * chain->ring_size;
         int64_t newest = -1;

@@ -60,6 +60,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    for path in (arguments.gguf, arguments.prompts, arguments.python):
+        if not path.is_file():
+            parser.error(f"{path} is no file")
     model = LongSpec.from_pretrained(
         arguments.target or arguments.gguf,
         arguments.draft,

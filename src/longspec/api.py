@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Many
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -232,7 +232,7 @@ class LongSpec:
         process, or the last reference to the model."""
         self.engine.close()
 
-    def _memory_explained(self, sequences: list[Sequence]) -> AbstractContextManager[None]:
+    def _memory_explained(self, sequences: list[Sequence]) -> contextlib.AbstractContextManager[None]:
         longest = max(sequence.limit for sequence in sequences)
         answers = "an answer" if len(sequences) == 1 else f"{len(sequences)} answers"
         asked = f"{answers} of up to {longest} tokens, prompt included, on {self.target.device}"
@@ -242,6 +242,7 @@ class LongSpec:
         method = self.engine.main_method(sequence)
         text.catch_up(sequence.tokens, sequence.finished)
         done = sequence.finished_at or time.perf_counter()
+        begun = sequence.submitted_at or done  # a stream that was never read is not submitted
         return Generation(
             text=text.text,
             token_ids=list(sequence.tokens),
@@ -254,8 +255,8 @@ class LongSpec:
             tau=sequence.tau,
             accepted_by_depth=sequence.accepted_by_depth,
             depths=list(sequence.depths),
-            seconds=done - sequence.submitted_at,
-            prefill_seconds=(sequence.first_at or done) - sequence.submitted_at,
+            seconds=done - begun,
+            prefill_seconds=(sequence.first_at or done) - begun,
             method=method.name,
             label=method.label,
             tree_shape=list(method.shape) if method.shape else None,
@@ -291,7 +292,12 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        self._pieces.close()
+        """Stop the answer. Another thread that is reading the stream comes to its end."""
+        self._model.engine.cancel(self._sequence)
+        with contextlib.suppress(ValueError):  # that thread is in the middle of it
+            self._pieces.close()
+        if not self._sequence.finished:  # it was never submitted
+            self._sequence.finish("closed")
 
     @property
     def result(self) -> Generation:

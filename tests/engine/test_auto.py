@@ -15,8 +15,10 @@ import pytest
 
 from longspec import LongSpec
 from longspec.decoding.methods import VANILLA, Auto, Lookup, Method, Seq, Tree
+from longspec.decoding.methods.seq import MIN_CONFIDENCE
 from longspec.decoding.sampling import Sampling
 from longspec.engine.auto import Outlook, Policy, candidates, unmeasured
+from longspec.engine.captures import Captures
 from longspec.engine.costs import Costs, interpolate, known_costs, measure, timed_sizes
 from longspec.engine.engine import Engine
 from tests.decoding.scripted import (
@@ -31,9 +33,9 @@ from tests.decoding.scripted import (
 
 ACCEPTANCE = {"chain": [0.8, 0.6, 0.4, 0.3], "trees": {"4,8": [0.9, 0.7]}}
 AUTO = Auto()
-DOUBT = ":min_confidence=0.3"
+DOUBT = f":min_confidence={MIN_CONFIDENCE}"
 """What `auto` adds to chains."""
-SEQ = Seq(4, min_confidence=0.3)
+SEQ = Seq(4, min_confidence=MIN_CONFIDENCE)
 # The seconds of chains, in vanilla steps.
 CHAINS = {"seq:1": 1.1, "seq:3": 1.5, "seq:4": 1.9}
 
@@ -67,7 +69,7 @@ def test_the_best_gain_for_its_cost_is_picked() -> None:
     ratios = CHAINS | {"lookup:2": 1.1}
     assert pick(policy(ratios)) == SEQ
     assert pick(policy(ratios | {"tree:4x8": 1.2})) == Tree((4, 8))
-    assert pick(policy(ratios | {"tree:4x8": 1.2}), max_nodes=4) == Seq(3, min_confidence=0.3)
+    assert pick(policy(ratios | {"tree:4x8": 1.2}), max_nodes=4) == Seq(3, min_confidence=MIN_CONFIDENCE)
 
 
 def test_a_chain_is_judged_by_the_tokens_that_it_drafts_before_it_ends() -> None:
@@ -79,7 +81,7 @@ def test_a_chain_is_judged_by_the_tokens_that_it_drafts_before_it_ends() -> None
     dear = CHAINS | {"seq:3": 1.8, "seq:4": 2.5}
     assert pick(policy(dear)) == SEQ
     two = policy(dear).pick([Outlook(0.0)] * 2, [0, 0], 1, 300)
-    assert two == Seq(1, min_confidence=0.3), "of two rows, one is sure for longer"
+    assert two == Seq(1, min_confidence=MIN_CONFIDENCE), "of two rows, one is sure for longer"
 
 
 def test_lookup_comes_before_drafting_where_there_is_a_match() -> None:
@@ -145,6 +147,24 @@ def test_many_short_answers_pay_for_a_capture_that_none_of_them_pays_for(capturi
     assert engine.statistics.num_captures == captured + 1
 
 
+def test_rounds_that_lose_nothing_do_not_put_a_capture_off(capturing_engine: Engine) -> None:
+    """A chain is 1.5% faster than vanilla, which is too little to take it, but vanilla is not captured. Then
+    the chain is only two thirds as fast, and vanilla is captured when that has cost as much as a capture."""
+    engine, chain = capturing_engine, Seq(3)
+    ask(engine, [[1, 2, 3]], chain)
+    engine.device.capture_seconds = 0.05
+    captures = Captures(engine.device, engine.loop.fit)
+
+    def pick(speed: float) -> Method:
+        times = {"vanilla": 1e-3, "seq:3": 2.8e-3 / speed}
+        costs = Costs({label: {1: [(1, seconds)]} for label, seconds in times.items()}, (chain,))
+        made = Policy((chain,), {"chain": [0.8, 0.6, 0.4]}, costs)
+        return captures.pick(made, ([Outlook(0.0)], None, 1, 300), None, False, False, num_left=9)
+
+    assert all(pick(1.015) == chain for _ in range(500))
+    assert 20 < [pick(1 / 1.5) for _ in range(60)].index(VANILLA) < 40
+
+
 @pytest.mark.parametrize("is_told", [True, False])
 def test_room_for_a_large_tree_is_made_before_anything_is_captured(
     capturing_engine: Engine, is_told: bool
@@ -202,7 +222,7 @@ def test_an_unmeasured_draft_is_assumed_to_be_middling() -> None:
 def test_while_nothing_is_measured_plain_rounds_draft_a_chain() -> None:
     target = tiny_target()
     draft = tiny_draft(target, max_lag=3)
-    assert pick(tiny_engine(target, draft).policy) == Seq(3, min_confidence=0.3)
+    assert pick(tiny_engine(target, draft).policy) == Seq(3, min_confidence=MIN_CONFIDENCE)
     assert unmeasured(draft, fused=True) == (Tree((4, 16, 16)),)
     assert unmeasured(None, fused=False) == unmeasured(None, fused=True) == (Lookup(),)
 

@@ -28,6 +28,7 @@ from longspec.engine.engine import Engine
 from longspec.engine.sequence import Sequence
 from longspec.errors import BrokenTarget
 from tests.decoding.scripted import ask, tiny_draft, tiny_engine, tiny_target
+from tests.kernels.paged import DEVICE
 
 V, PAGE = 61, 8
 METHODS = {
@@ -442,7 +443,7 @@ def test_what_is_measured_does_not_spoil_later_answers(engine: Engine) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_numbers_that_overflow_in_an_answer_end_it(backend: str) -> None:
-    target = tiny_target(3, vocab_size=V)
+    target = tiny_target(3, vocab_size=V).to(DEVICE if backend == "triton" else "cpu")
     target.attention = choose_backend(backend)
     sizes = {"max_length": 48, "max_rows": 2, "num_pages": 12}
     prompt, new = [1, 2, 3], 6 if backend == "triton" else 20

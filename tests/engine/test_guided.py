@@ -44,7 +44,6 @@ class Evens:
         if len(tokens) == self.fails_at:
             raise ValueError("no further")
         wanted = [token for token in range(4, V, 2) if token not in tokens] if len(tokens) < 9 else [2]
-        mask.zero_()
         for token in wanted:
             mask[token // 32] |= 1 << token % 32 if token % 32 < 31 else -(2**31)
 

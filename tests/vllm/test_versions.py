@@ -48,6 +48,10 @@ def test_an_unknown_version_warns_and_still_translates(
     assert ours.create_speculative_config("target")["model"] == PROPOSER
     assert ours.additional_config == {"other": 1, "longspec": {"draft": draft}}
     assert "tested with vLLM 0.25.0 and 0.32.0, and this is 0.99.0" in caplog.text
+    flags = {"spec_method": "longspec", "spec_model": "smollm2-135m", "spec_tokens": 3}
+    short = Arguments(speculative_config=None, additional_config=None, **flags)
+    assert short.create_speculative_config("target")["num_speculative_tokens"] == 3
+    assert not any(getattr(short, name) for name in flags), "vLLM would add them to our config"
     others = Arguments(speculative_config={"method": "ngram"}, additional_config={})
     assert others.create_speculative_config("target") == {"method": "ngram"}
     assert others.additional_config == {}

@@ -103,9 +103,10 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 def _attend(q: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
     B, T, H, D = q.shape
-    if q.stride()[2:] != (D, 1) or q.stride(0) != T * q.stride(1):
+    if q.stride()[2:] != (D, 1):
         q = q.contiguous()
     context = seen.context(B, T, H, q.stride(1))
+    context.query_row_stride = q.stride(0)
     out, lse = q.new_empty(B, T, H, D), q.new_empty(B, T, H)
     code().attend(context, q.data_ptr(), out.data_ptr(), lse.data_ptr(), torch.get_num_threads())
     return out, lse

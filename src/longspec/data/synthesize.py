@@ -18,6 +18,7 @@ from longspec.data.records import JsonLines
 from longspec.data.samples import FILES, Script
 from longspec.data.shards import is_finished
 from longspec.data.synthesis import DatasetMaker, SynthesisSummary, begin, summary_of
+from longspec.data.work import locked
 from longspec.engine.engine import Engine
 from longspec.engine.load import LoadPlan, load_models
 from longspec.engine.make import make_engine
@@ -85,6 +86,11 @@ def synthesize(
 ) -> SynthesisSummary:
     """Make the dataset, or continue where an earlier run stopped. A `writer` that is given to several calls
     loads their target once."""
+    with locked(options.output):
+        return _synthesize(options, progress, writer or Writer())
+
+
+def _synthesize(options: SynthesisOptions, progress: bool, writer: Writer) -> SynthesisSummary:
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
     files = {
@@ -94,7 +100,6 @@ def synthesize(
     settings = begin(options.output, _settings(options, device, dtype, files, topics))
     if is_finished(options.output):
         return summary_of(options.output)
-    writer = writer or Writer()
     found, config, precision = _find(options, device, dtype, progress, writer.holds(options.target, device))
     encoder = PromptEncoder(found.folder, found.chat_template)
     eos = eos_ids(found.folder, found.eos_id)

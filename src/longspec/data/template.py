@@ -124,11 +124,12 @@ def from_messages(record: Record, chat: Chat) -> Rendered:
     for index, message in enumerate(messages):
         content = message["content"].split("</think>")[-1].strip()  # earlier thoughts may be left out
         if message["role"] != "assistant":
-            seen = max(seen, whole.find(content, seen) + len(content))
+            place = whole.find(content, seen)
+            seen = seen if place < 0 else place + len(content)  # templates may leave a message out
             continue
         first, last = _turn(chat, messages, index, whole)
-        if first < done or content not in whole[first:last]:
-            first, last = _search(chat, content, whole, max(done, seen))
+        if first < seen or content not in whole[first:last]:
+            first, last = _search(chat, content, whole, max(first, seen))
         if first < 0:
             raise BadRecord(f"the chat template does not show where message {index + 1} begins and ends")
         pieces += [(whole[done:first], Role.PROMPT), (whole[first:last], Role.TEXT)]

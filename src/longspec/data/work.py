@@ -83,23 +83,20 @@ def _end_with(sentinel: int) -> None:
 @contextlib.contextmanager
 def claimed(folder: Path, state: str) -> Iterator[None]:
     """Lock a folder against other processes; if no shard was written, remove what was begun."""
-    is_new = not folder.exists()
     with locked(folder):
         try:
             yield
         finally:
             if not any(folder.glob("shard-*")):
                 (folder / state).unlink(missing_ok=True)
-                if is_new:
-                    with contextlib.suppress(OSError):
-                        folder.rmdir()
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make a folder, and lock it against other processes."""
+    """Make a folder, and lock it against other processes. A new folder that stays empty is removed."""
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file: name a folder with --output")
+        raise UserError(f"{folder} is a file; name a folder that is new or empty")
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -112,3 +109,6 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+        if is_new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()

@@ -37,7 +37,7 @@ class SamplingRows:
     @classmethod
     def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> SamplingRows:
         """Rows that are all greedy."""
-        zeros, ones = torch.zeros(num_rows, device=device), torch.ones(num_rows, device=device)
+        zeros, ones = (torch.full((num_rows,), one, dtype=torch.float32, device=device) for one in (0.0, 1.0))
         seen = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device)
         return cls(zeros, zeros.long(), ones, zeros.clone(), ones.clone(), seen)
 
@@ -51,7 +51,8 @@ class SamplingRows:
     def put(self, rows: Tensor, settings: Sequence[Sampling]) -> None:
         """Give rows [n] these settings, and clear what they have seen."""
         names = ("temperature", "top_p", "min_p", "repetition_penalty", "top_k")
-        numbers = torch.tensor([[min(getattr(one, name), 2**31) for one in settings] for name in names])
+        values = [[min(getattr(one, name), 2**31) for one in settings] for name in names]
+        numbers = torch.tensor(values, dtype=torch.float32, device="cpu")
         numbers[1].clamp_(min=torch.finfo(torch.float32).tiny)  # the best token is always kept
         if rows.is_cuda:
             # From pinned memory, because other copies wait for all queued work.

@@ -43,11 +43,11 @@ def propose(method: Drafted, models: Models, rows: Slots, sampled: bool) -> Toke
     assert ring is not None
     if can_draft_chain(method, models):
         return propose_chain(method, models, rows, sampled)
-    levels = level_ranges(method.shape, len(head.token_ids))
+    levels = level_ranges(method.shape, len(head.token_ids), method.draws)
     size = (rows.num_rows, levels[-1].stop + (method.num_lookup if models.fused else 0))
     device = rows.lengths.device
     tokens, parents = torch.zeros(2, *size, dtype=torch.int64, device=device).unbind(0)
-    tree = (tokens, parents, torch.zeros(size, device=device))
+    tree = (tokens, parents, torch.zeros(size, dtype=torch.float32, device=device))
     drafting: _Drafting = (_FusedDrafting if models.fused else _PlainDrafting)(
         models, rows, draft, ring, tree, method.width, max(method.shape) == 1 and not models.fused
     )
@@ -356,11 +356,13 @@ def _confidence(tree: Levels, level: range, proposals: list[Tensor]) -> Tensor:
     return (scores[:, level.stop] - scores[:, level.start]).exp()
 
 
-def level_ranges(shape: tuple[int, ...], vocab: int) -> list[range]:
-    """The nodes of each level, from the root's on: as many as the shape says, or as many as there can be."""
+def level_ranges(shape: tuple[int, ...], vocab: int, draws: bool = False) -> list[range]:
+    """The nodes of each level, from the root's on: as many as the shape says, or as many as there can be. If
+    nodes are drawn, those of a level all have the same number of children."""
     levels = [range(1)]
-    for width in shape:
+    for above, width in zip((1, *shape), shape, strict=False):
         last = levels[-1]
+        width = len(last) * (width // above) if draws else width
         levels.append(range(last.stop, last.stop + min(width, len(last) * vocab)))
     return levels
 

@@ -55,7 +55,7 @@ def graft(
     runs, starts = found
     has_match, period = runs > 0, (ends - starts).clamp(min=1)
     node = torch.zeros_like(ends)
-    score = torch.zeros(len(ends), device=scores.device)
+    score = torch.zeros(len(ends), dtype=torch.float32, device=scores.device)
     is_child = torch.arange(tree.num_nodes, device=ends.device) > 0  # all but the root
     added: list[tuple[Tensor, Tensor, Tensor]] = []
     for step in range(num_lookup):

@@ -41,7 +41,7 @@ def propose_chain(method: Drafted, models: Models, rows: Slots, sampled: bool) -
     draft, target = models.draft, models.target
     assert draft is not None
     num_levels, num_rows = min(len(method.shape), method.num_nodes - 1), rows.num_rows
-    tokens, scores = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
+    tokens, scores = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.float32)
     chain = _chain_of(models, rows, num_levels, sampled, tokens, scores)
     # Tokens that the ring lacks, their positions and their entries; `window` of each row are the most.
     claimed = torch.empty(3, num_rows * chain.window, dtype=torch.int64).unbind(0)
@@ -86,8 +86,8 @@ def _chain_of(
     head, more, token_ids = _head_of(models)
     assert head is not None
     assert token_ids is not None
-    hidden = torch.empty(B, size)
-    replaced = torch.empty(num_levels, B, 2, draft.num_kv_heads, draft.head_dim)
+    hidden = torch.empty(B, size, dtype=torch.float32)
+    replaced = torch.empty(num_levels, B, 2, draft.num_kv_heads, draft.head_dim, dtype=torch.float32)
     plan = AttentionPlan(rows.lengths, rows.tables, models.pages.size, 1)
     level = NativeDraftPass(draft, ring, models.pages, plan, target.rope.table)
     chain = DraftedChain(

@@ -123,7 +123,8 @@ def find_runs(text: Tensor, ends: Tensor, min_run: int, max_run: int) -> tuple[T
 
 def draft_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """Gumbel noise [R, V'] in fp32 for these token ids at (seed, position), each int64 [R]."""
-    noise, token_ids = torch.empty(len(seeds), len(token_ids)), token_ids.contiguous()
+    noise = torch.empty(len(seeds), len(token_ids), dtype=torch.float32)
+    token_ids = token_ids.contiguous()
     for row, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
         code().noise(seed, position, token_ids.data_ptr(), len(token_ids), noise[row].data_ptr())
     return noise

@@ -52,6 +52,7 @@ class Captures:
         }
         picked = policy.pick(*rows, max_nodes, delays)
         if picked != wanted:
-            self._lost[graph(wanted)] += policy.lost(wanted, picked, *rows)
+            # Below 0 where vanilla is wanted and `picked` is less than `LEAST_SPEED` times as fast.
+            self._lost[graph(wanted)] += max(policy.lost(wanted, picked, *rows), 0.0)
         self._lost.pop(graph(picked), None)  # it is captured now, if it was not before
         return picked

@@ -286,7 +286,8 @@ class Engine:
         with self._leads, torch.inference_mode(), on_device(self.models.target.device):
             self._leader = threading.get_ident()
             self.loop.drain()
-            assert not self.loop.is_busy, "sequences are being answered"
+            if self.loop.is_busy:
+                raise UserError("answers are being written; let them end, or close their streams, first")
             self.scheduler.pool.forget_all()
             try:
                 yield self.device

@@ -215,12 +215,16 @@ class Loop:
         if not constrained:
             return None
         size = -(-self.models.target.config.vocab_size // 32)
-        masks = torch.full((self.device.max_rows, size), -1, dtype=torch.int32)
+        # All bits, because rows without a constraint may say everything.
+        masks = torch.full((self.device.max_rows, size), -1, dtype=torch.int32, device="cpu")
         for seat in constrained:
             assert seat.sequence.constraint is not None
+            masks[seat.slot] = 0
             try:
                 seat.sequence.constraint.fill(masks[seat.slot], seat.sequence.tokens)
-            except Exception as error:
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # nor is one in llguidance
                 self._end(seat, error)
         return masks
 
@@ -351,7 +355,12 @@ class Loop:
                 continue
             if scores is not None:
                 seat.sequence.keep_scores(scores[row])
-            self._keep(seat, emitted, launch, None if launch.runs is None else launch.runs[index])
+            try:
+                self._keep(seat, emitted, launch, None if launch.runs is None else launch.runs[index])
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a panic in the Rust tokenizers is no Exception
+                self._end(seat, error)
         done = [seat for _, seat in launch.seats if seat.sequence.finished and self.scheduler.has(seat)]
         if done:
             self._release(*done)
@@ -370,7 +379,7 @@ class Loop:
                 self.policy.learn(seat.outlook, launch.method, len(emitted), run)
         self._learn_words(emitted)
 
-    def _end(self, seat: Seat, error: Exception) -> None:
+    def _end(self, seat: Seat, error: BaseException) -> None:
         """End one sequence with an error."""
         self._release(seat)
         seat.sequence.finish("closed", error)

@@ -21,8 +21,8 @@ class Constraint(Protocol):
     """Says which tokens may come next, for example only those that continue a JSON value."""
 
     def fill(self, mask: Tensor, tokens: list[int]) -> None:
-        """Set bit t of `mask`, int32 [V / 32] on the host, where token t may follow `tokens`. Since the last
-        call `tokens` have only grown. An error that this raises ends the sequence."""
+        """Set bit t of `mask`, int32 [V / 32] on the host, where token t may follow `tokens`; all bits are 0
+        before. Since the last call `tokens` have only grown. An error that this raises ends the sequence."""
         ...
 
 
@@ -167,7 +167,7 @@ class Sequence:
         """Drop the tokens that `keep_until` does not keep; returns whether it ends the sequence."""
         end = None if self.keep_until is None else self.keep_until(self.tokens)
         if end is not None:
-            del self.tokens[end:], self.depths[end:], self.copied[end:]
+            del self.tokens[end:], self.depths[end:], self.copied[end:], self.logprobs[end:]
         return end is not None
 
     def _count(self, method: Method, num_rounds: int) -> None:

@@ -34,7 +34,7 @@ class Report:
 
 def to_device(values: list[Any] | Tensor, device: torch.device) -> Tensor:
     """Copy numbers to the device, from pinned memory, because other copies wait for all queued work."""
-    made = values if isinstance(values, Tensor) else torch.tensor(values)
+    made = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 

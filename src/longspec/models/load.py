@@ -42,7 +42,7 @@ def load_target(
         model = Transformer(config if shard is None else config.shared_by(shard.size))
     model.requires_grad_(False).eval()
     # Not `to_empty`: on a meta tensor it makes torch import sympy, which takes a second.
-    model.rope.table = torch.empty(model.rope.table.shape, device=device)
+    model.rope.table = torch.empty(model.rope.table.shape, dtype=torch.float32, device=device)
     stored = StoredWeights(read, config.quantisation)
     sources_of = dict(FAMILIES[config.family].weights(config))
     for block, names in groupby(sources_of, _block_of):

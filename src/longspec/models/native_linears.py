@@ -210,7 +210,7 @@ def _fit(weight: Tensor, run: int) -> tuple[Tensor, Tensor] | None:
     if num_in % run or not num_rows:
         return None
     weight, levels = weight.contiguous(), torch.empty(num_rows, num_in // run, run, dtype=torch.uint8)
-    grids = torch.empty(num_rows, num_in // run, 2)
+    grids = torch.empty(num_rows, num_in // run, 2, dtype=torch.float32)
     places = (levels.data_ptr(), grids.data_ptr())
     found = code().fit_grids(weight.data_ptr(), num_rows, num_in, run, *places, torch.get_num_threads())
     # 2: fp16 has all of the numbers.

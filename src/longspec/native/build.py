@@ -25,7 +25,7 @@ _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-
 # Compilers prefer half of AVX-512's width, which is slower here.
 _X86_FLAGS = ("-mprefer-vector-width=512",)
 # Seconds after which a compiler is given up.
-_PATIENCE = 120
+_PATIENCE = 600
 
 Pointer = ctypes.c_void_p
 _SIZE = ctypes.c_int64
@@ -192,7 +192,7 @@ def what_is_missing() -> str:
 def _load() -> ctypes.CDLL | str:
     """The library, or why there is none."""
     try:
-        loaded = ctypes.CDLL(str(_compiled()))
+        loaded = _opened()
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").split("\n")
         return f"{' '.join(error.cmd[:1])} ended with {error.returncode}: {said[0]}"
@@ -245,8 +245,21 @@ def _load() -> ctypes.CDLL | str:
     return loaded
 
 
-def _compiled() -> Path:
-    """The library's file, compiled now if it is not there for this code, compiler and processor."""
+def _opened() -> ctypes.CDLL:
+    """The library; compiled again if its file cannot be loaded."""
+    file, is_new = _compiled()
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError:  # damaged, or compiled on another system that shares the folder
+        if is_new:
+            raise
+    file.unlink(missing_ok=True)
+    return ctypes.CDLL(str(_compiled()[0]))
+
+
+def _compiled() -> tuple[Path, bool]:
+    """The library's file, compiled now if it is not there for this code, compiler and processor; and whether
+    it was."""
     command = _compiler()
     if not command:
         raise FileNotFoundError(f"no C compiler ({', '.join(_COMPILERS)}) is on the path")
@@ -258,18 +271,20 @@ def _compiled() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     # Code that somebody else put there is not run.
     if (folder / name).is_file() and (folder / name).stat().st_uid in (0, os.getuid()):
-        return folder / name
-    if not os.access(folder, os.W_OK):
-        folder = Path(tempfile.mkdtemp(prefix="longspec-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return folder / name, False
     with tempfile.TemporaryDirectory() as work:
         made = Path(work) / name
         line = [*command, str(_SOURCE), "-o", str(made), "-lm"]
         subprocess.run(line, check=True, capture_output=True, timeout=_PATIENCE)
-        with contextlib.suppress(FileNotFoundError):  # another process was first, and cleared this one's
-            write_whole(folder / name, made.read_bytes())
-    clear_unfinished(folder)
-    return folder / name
+        data = made.read_bytes()
+    try:
+        write_whole(folder / name, data)
+        clear_unfinished(folder)
+    except OSError:  # no room, no rights, or another process cleared what this one wrote
+        folder = Path(tempfile.mkdtemp(prefix="longspec-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        (folder / name).write_bytes(data)
+    return folder / name, True
 
 
 def _compiler() -> list[str]:

@@ -115,9 +115,10 @@ static void keep_entry(const DraftedChain *chain, int64_t row, int64_t level, in
         }
 }
 
-/* Put back what the nodes of these levels replaced. */
+/* Put back what the nodes of these levels replaced, the last first: in a small window a level may have replaced
+   another's node. */
 void end_chain(const DraftedChain *chain, int64_t num_levels) {
-    for (int64_t level = 1; level < num_levels; level++)
+    for (int64_t level = num_levels - 1; level > 0; level--)
         for (int64_t row = 0; row < chain->ring.num_rows; row++) keep_entry(chain, row, level, 1);
 }
 

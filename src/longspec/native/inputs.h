@@ -91,7 +91,10 @@ static inline __attribute__((always_inline)) void round_run(const float *x, int6
     facts[1] = unit * (float)total;
 }
 
-static inline Vector gated(Vector gate, Vector up) { return gate / (exponentials(-gate) + 1.0f) * up; }
+/* Below -88 the exponential would overflow; there the gate is 0 but for 1e-36. nan stays nan. */
+static inline Vector gated(Vector gate, Vector up) {
+    return gate / (exponentials(-larger(all_of(-88.0f), gate)) + 1.0f) * up;
+}
 
 static void gate_row(const float *x, int64_t n, float *out) {
     int64_t i = 0;

@@ -31,7 +31,7 @@ int lanes(void) { return LANES; }
 
 /* The weight at a level: base + step * level, with one rounding where the processor has that. */
 static inline float on_grid(float base, float step, float level) {
-#if defined(__FMA__)
+#if defined(__AVX2__) && defined(__FMA__)
     return __builtin_fmaf(step, level, base);
 #else
     return base + step * level;

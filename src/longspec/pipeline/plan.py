@@ -6,6 +6,7 @@ arithmetic and the bytes of the work, and from the shares of a device's speed th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from longspec.config import DraftConfig, ModelConfig
@@ -187,16 +188,20 @@ def make_plan(
     planner = _Planner(target, config, device, draft, has_template, from_draft is not None)
     if tokens is None:
         assert seconds is not None
-        # The lengths depend on the tokens and the times on the lengths, so approach the solution in steps.
-        tokens = int(1e6)
-        for _ in range(4):
-            tokens = int(tokens * _PLANNED * seconds / planner.plan(tokens, True).seconds)
-            if tokens < _LEAST_TOKENS:
-                least = planner.plan(_LEAST_TOKENS, True).seconds / _PLANNED
-                raise UserError(
-                    f"a budget of {seconds:g} seconds is too short on {device.name}; about {least:,.0f} "
-                    "seconds are needed, and far more for a good draft"
-                )
+        limit = _PLANNED * seconds
+        if (least := planner.plan(_LEAST_TOKENS, True).seconds) > limit:
+            raise UserError(
+                f"a budget of {seconds:g} seconds is too short on {device.name}; about "
+                f"{math.ceil(least / _PLANNED):,} seconds are needed, and far more for a good draft"
+            )
+        # Bisected, because the lengths depend on the tokens and the times on the lengths.
+        tokens, above = _LEAST_TOKENS, 2 * _LEAST_TOKENS
+        while planner.plan(above, True).seconds <= limit:
+            tokens, above = above, 2 * above
+        for _ in range(12):
+            middle = (tokens + above) // 2
+            fits = planner.plan(middle, True).seconds <= limit
+            tokens, above = (middle, above) if fits else (tokens, middle)
         plan = planner.plan(tokens, True)
         return replace(plan, seconds=seconds)
     if tokens < _LEAST_TOKENS:

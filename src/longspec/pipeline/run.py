@@ -161,8 +161,9 @@ class _Making:
     """The phases for one output folder."""
 
     def __init__(self, options: DraftOptions, plan: Plan, work: Path) -> None:
-        self._options, self._plan, self._work = options, plan, work
-        self._sources = Sources(work, plan, options)
+        # Absolute, because runs keep the names of their folders, and compare them when they go on.
+        self._options, self._plan, self._work = options, plan, work.resolve()
+        self._sources = Sources(self._work, plan, options)
         self._writer = Writer()
 
     def phases(self) -> Iterator[Phase]:
@@ -264,6 +265,7 @@ class _Making:
             "data.train": [str(folder) for folder in folders],
             "data.num_held_out": held_out,
             "evaluation.every": max(few, stage.steps // 4) if held_out else 0,
+            "evaluation.gamma": min(_CHAIN, self._plan.max_lag),
             "evaluation.new_tokens": self._plan.max_new_tokens // 2,
             "saving.save_steps": few,
             "saving.log_steps": max(1, min(20, stage.steps // 5)),

@@ -76,7 +76,8 @@ class Sources:
         held = [one for number, one in enumerate(found, 1) if number % every == 0][:_MOST_HELD_OUT]
         if held and not (self.work / OWN_HELD_OUT).exists():
             write_whole(self.work / OWN_HELD_OUT, _lines({"turns": _turns(one)} for one in held))
-        return [one for one in found if one not in held]
+        kept_out = self.held_out()
+        return [one for one in found if one not in held and all(map(kept_out.allows, _turns(one)))]
 
     def held_out(self) -> HeldOut:
         own = self.work / OWN_HELD_OUT
@@ -87,6 +88,7 @@ class Sources:
 
     def make_documents(self, tokenizer: Any) -> None:
         """The user's documents, the target's passages, and sources of packages."""
+        self.own_prompts()  # so that those for the measurement are held out
         books = self.work / "texts.jsonl"
         own, licence = self.options.documents, self.options.licence
         given = (

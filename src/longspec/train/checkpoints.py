@@ -44,6 +44,10 @@ class CheckpointState:
     world_size: int
     files: dict[str, int]
     """Sizes by name."""
+    micro_batch: int = 0
+    """Sequences at a time: a resumed run takes as many, because the sums round by it."""
+    seconds: float = 0.0
+    """How long the stage has run so far."""
     acceptance: dict[str, Any] | None = None
     """The fields of `evaluate.Acceptance`, if it was measured."""
 

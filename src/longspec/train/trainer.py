@@ -68,13 +68,15 @@ def train(config: DictConfig) -> Path:
     _check_run(Path(settings.run), settings, config)
     parts = build(settings, device, zero == 3 or settings.target.tp_size > 1)
     set_seed(settings.seed)
-    settings.stage = fit_into_memory(settings.stage, parts, processes, device)
+    checkpoint = checkpoints.newest(Path(settings.run)) if settings.resume == "latest" else None
+    before = 0 if checkpoint is None else checkpoints.read_state(checkpoint).micro_batch
+    settings.stage = fit_into_memory(settings.stage, parts, processes, device, before)
     trainer = Trainer(settings, config, parts, processes, device)
     return trainer.run()
 
 
 def fit_into_memory(
-    stage: StageSettings, parts: Parts, processes: Processes, device: torch.device
+    stage: StageSettings, parts: Parts, processes: Processes, device: torch.device, before: int = 0
 ) -> StageSettings:
     """Divide the stage's batch into micro-batches that fit, unless the settings say how. If all levels of a
     micro-batch fit too, the draft keeps them."""
@@ -88,7 +90,7 @@ def fit_into_memory(
             raise UserError(
                 f"stage.batch {stage.batch} is not a multiple of the {processes.data_size} processes"
             )
-        size = fitting_micro_batch(*shapes, stage.seq_length, own, free, device.type)
+        size = before or fitting_micro_batch(*shapes, stage.seq_length, own, free, device.type)
         stage = replace(stage, micro_batch=size, accumulation=own // size)
     draft.recompute_levels = must_recompute(*shapes, stage.micro_batch * stage.seq_length, free, device.type)
     return stage
@@ -160,6 +162,8 @@ class Trainer:
         self.sums = _Sums()
         self.rate = 0.0
         self.started = time.perf_counter()
+        self.seconds_before = 0.0
+        """Of this stage, in earlier processes."""
 
     def run(self) -> Path:
         first = self._begin()
@@ -178,7 +182,7 @@ class Trainer:
                 assert waiting is not None
                 waiting = self._step(step, waiting, loader)
                 done = step + 1
-                if self._time_passed(self.settings.saving.stage_seconds) >= 1:
+                if self._stage_passed() >= 1:
                     self.num_steps = done
                 over = self._time_passed(self.settings.saving.max_seconds) >= 1
                 last = done == self.num_steps or over
@@ -205,6 +209,11 @@ class Trainer:
         shared = torch.tensor(passed * self.processes.tp_size, dtype=torch.float64)
         return float(self.engine.sum(shared))
 
+    def _stage_passed(self) -> float:
+        """The share of the stage's time that has passed, with that of the processes before this one."""
+        limit = self.settings.saving.stage_seconds
+        return self._time_passed(limit) + self.seconds_before / limit if limit else 0.0
+
     def _begin(self) -> int:
         """Make the folder, or load its newest checkpoint; returns the first step to do."""
         if self.processes.first:
@@ -229,6 +238,9 @@ class Trainer:
         checkpoints.load_random_states(checkpoint / f"random-{self.processes.rank}.pt")
         if state.acceptance:
             self.acceptance = as_record(state.acceptance, evaluate.Acceptance, checkpoint)
+        self.seconds_before = state.seconds
+        if state.step == state.num_steps:  # its time was over before all steps were done
+            self.num_steps = state.step
         return state.step
 
     def _load(self, step: int) -> list[list[Layout]]:
@@ -263,7 +275,7 @@ class Trainer:
         num_queries = max(1.0, float(self.engine.sum(torch.tensor(float(sum(counts)), dtype=torch.float64))))
         # DeepSpeed averages over backward passes and processes; the loss is the mean over all queries.
         scale = len(counts) * self.processes.data_size / num_queries
-        passed = self._time_passed(self.settings.saving.stage_seconds)
+        passed = self._stage_passed()
         progress = max(step, min(int(passed * self.num_steps), self.num_steps - 1))
         self.rate = learning_rate(self.stage, progress, self.num_steps)
         for layouts in micro_batches:
@@ -380,6 +392,8 @@ class Trainer:
             state = {
                 "world_size": self.processes.world_size,
                 "num_steps": self.num_steps,
+                "micro_batch": self.stage.micro_batch,
+                "seconds": self.seconds_before + time.perf_counter() - self.started,
                 "tokens": step * self.per_step * self.stage.seq_length,
                 "acceptance": None if self.acceptance is None else asdict(self.acceptance),
             }

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 TESTED = ("0.25.0", "0.32.0")
+# vLLM's short arguments (--spec-method, --spec-model, --spec-tokens), and their keys in a speculative config.
+_SHORT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 _log = logging.getLogger("vllm.longspec")
 
 
@@ -42,9 +44,17 @@ def translate(arguments: EngineArgs) -> None:
     """Where vLLM's arguments name a draft of ours, replace it by our proposer and tell that where it is."""
     from longspec.vllm.settings import read_settings
 
-    settings = read_settings(arguments.speculative_config)
+    given = dict(arguments.speculative_config or {})
+    short = {
+        flag: key
+        for flag, key in _SHORT.items()
+        if key not in given and getattr(arguments, flag, None) is not None
+    }
+    settings = read_settings(given | {key: getattr(arguments, flag) for flag, key in short.items()} or None)
     if settings is None:
         return
+    for flag in short:  # vLLM would add them to our config
+        setattr(arguments, flag, None)
     warn_of_version()
     arguments.speculative_config = settings.speculative_config()
     arguments.additional_config = {**(arguments.additional_config or {}), **settings.additional_config()}

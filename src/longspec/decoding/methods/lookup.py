@@ -71,7 +71,7 @@ class Lookup(Chain):
         found = self.find(rows)
         if not bool((found[0] > 0).any()):
             return root
-        scores = torch.zeros(root.tokens.shape, device=root.tokens.device)
+        scores = torch.zeros(root.tokens.shape, dtype=torch.float32, device=root.tokens.device)
         tree, _ = graft(root, scores, rows.text, rows.lengths + 1, self.gamma, found)
         # A row with a match has a chain. A row without one has at most its first node accepted.
         return replace(tree, is_chain=True)
@@ -85,7 +85,7 @@ class Lookup(Chain):
         size, device = (rows.num_rows, self.num_nodes), rows.lengths.device
         tokens, parents = torch.zeros(2, *size, dtype=torch.int64, device=device).unbind(0)
         tokens[:, 0] = rows.roots
-        scores = torch.zeros(size, device=device)
+        scores = torch.zeros(size, dtype=torch.float32, device=device)
         chances = (*self._runs, FIRST_DOUBT, NEXT_DOUBT)
         graft_lookup((tokens, parents, scores), 1, rows.text, rows.found, rows.lengths, chances)
         return TokenTree(tokens, parents, is_chain=True)

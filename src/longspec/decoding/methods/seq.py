@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from longspec.config import DraftConfig
     from longspec.decoding.round import Models
 
-# The chains that `auto` considers, and the confidence below which they end, because nodes cost time and later
-# ones would hardly ever be accepted.
-GAMMAS, MIN_CONFIDENCE = (1, 3, 6), 0.3
+# The chains that `auto` considers, and the confidence below which they end: to draft and to verify one more
+# token takes longer there than it is expected to save (docs/measurements/cpu.md).
+GAMMAS, MIN_CONFIDENCE = (1, 3, 6), 0.6
 
 
 @register
@@ -27,7 +27,7 @@ class Seq(Chain, Drafted):
     """With `min_confidence`, a chain ends as soon as the draft gives all of its tokens together a lower
     probability.
 
-    Later tokens would hardly ever be accepted. The doubted token stays, because it is drafted already, and
+    Later tokens would rarely be accepted. The doubted token stays, because it is drafted already, and
     because dropping a drawn token would bias the draw.
     """
 

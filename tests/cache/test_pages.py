@@ -81,7 +81,7 @@ class Pool(RuleBasedStateMachine):
             assert self.written[page] == tuple(text[: (index + 1) * SIZE]), "it holds what was asked for"
         others = {page for _, pages, _ in self.held for page in pages} | set(shared)
         needed, available = len(text) // SIZE + 1 - len(shared), self.pool.num_available
-        own = self.pool.take(needed, shared[-1] if shared else None, evicts=bool(shared))
+        own = self.pool.take(needed, shared[-1] if shared else None)
         assert (own is None) == (needed > available)
         if own is None:
             self.pool.release(shared)

@@ -112,6 +112,28 @@ def test_thoughts_that_the_template_drops_from_earlier_turns(smollm2_folder: Pat
         runs(shouting, {"messages": messages})
 
 
+# Gives the system message to a user's message at the end of the conversation only.
+SYSTEM_LAST = (
+    "{% set ns = namespace(system='') %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% set ns.system = m.content %}"
+    "{% elif m.role == 'user' %}[INST] {{ ns.system + '\n\n' if loop.last else '' }}{{ m.content }}[/INST]"
+    "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_moves_the_system_message(smollm2_folder: Path) -> None:
+    turns = ["Is 3 odd?", "Yes", "Is 5 odd? Say Yes or No.", "No"]
+    made = encoder(smollm2_folder, "messages", SYSTEM_LAST)
+    for system in ("Be brief.", "Answer the question in one word, and never say why. " * 3):
+        messages = [{"role": "system", "content": system}, *conversation(turns)]
+        assert runs(made, {"messages": messages}) == [
+            ("PROMPT", "[INST] Is 3 odd?[/INST]"),
+            ("TEXT", " Yes<|im_end|>"),
+            ("PROMPT", "[INST] Is 5 odd? Say Yes or No.[/INST]"),
+            ("TEXT", " No<|im_end|>"),
+        ]
+
+
 COT = {"question": "1+1?", "reasoning": "One and one.", "answer": "Two."}
 
 

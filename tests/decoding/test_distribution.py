@@ -108,6 +108,7 @@ def p_values(answers: Tensor) -> list[float]:
 METHODS: dict[str, Method] = {
     "chain": Seq(2),
     "tree": Tree((2, 4)),
+    "wider than the vocabulary": Tree((12, 12)),
     "magicdec": MagicDec(2, sinks=1, window=2),
     "lookup": Lookup(2, max_ngram=1),
 }

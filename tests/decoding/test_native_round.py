@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from longspec import LongSpec
 from longspec.cache import Pages
 from longspec.decoding import choose as choosing
 from longspec.decoding import drafting
@@ -194,11 +195,15 @@ def test_a_drafts_noise_is_that_of_choices() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "kind"), [(0.0, "int8"), (0.0, "target"), (0.8, "target")])
-@pytest.mark.parametrize("method", [Seq(5), Seq(5, min_confidence=0.3), Tree((1, 1, 1), max_nodes=3)])
+@pytest.mark.parametrize(
+    ("method", "window"),
+    [(Seq(5), 8), (Seq(5), 2), (Seq(5, min_confidence=0.3), 8), (Tree((1, 1, 1), max_nodes=3), 8)],
+)
 def test_chains_are_drafted_alike(
-    method: Method, temperature: float, kind: str, monkeypatch: pytest.MonkeyPatch
+    method: Method, window: int, temperature: float, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In batches, over texts longer than the draft's window, and after rounds that did not draft."""
+    """In batches, over texts longer than the draft's window, and after rounds that did not draft. A chain may
+    be longer than the window."""
     shape = {"vocab_size": 40, "num_layers": 5, "hidden_size": 36, "intermediate_size": 50, "head_dim": 16}
     target, propose = tiny_target(**shape), drafting.propose
     target.head = packed(target.head)  # type: ignore[assignment]
@@ -211,7 +216,13 @@ def test_chains_are_drafted_alike(
             trees.append(tree.tokens.tolist())
             return tree
 
-        draft = tiny_draft(target, std=0.1, draft_vocab=32, qkv_bias=True, cross_layers=(0, 2, 4))
+        shape_of_draft: dict[str, Any] = {
+            "draft_vocab": 32,
+            "qkv_bias": True,
+            "cross_layers": (0, 2, 4),
+            "window": window,
+        }
+        draft = tiny_draft(target, std=0.1, **shape_of_draft)
         engine = Engine(target, *prepare_draft(draft, target, kind), size=EngineSize(3, 160, 16, 40))
         fitted = method.fit(engine.models)
         assert isinstance(fitted, Drafted)
@@ -225,6 +236,23 @@ def test_chains_are_drafted_alike(
     lengths = {len(tree[0]) for tree in proposed[True]}
     assert lengths == {3} if isinstance(method, Tree) else max(lengths) == 6
     assert len(lengths) > 1 or not getattr(method, "min_confidence", 0), "some chains end early"
+
+
+def test_torchs_default_dtype_changes_nothing(smollm2: LongSpec) -> None:
+    """Other libraries set it for a while, in a process that answers."""
+    asked: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_new_tokens": 12}
+    expected = [
+        smollm2.generate("Tell me a joke.", method=one, **asked).token_ids for one in ("seq", "lookup")
+    ]
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            loaded = LongSpec.from_pretrained("smollm2-135m", max_rows=1, calibrate=False)
+            for model in (smollm2, loaded):
+                found = [model.generate("Tell me a joke.", method=one, **asked) for one in ("seq", "lookup")]
+                assert [one.token_ids for one in found] == expected
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 def test_without_a_compiler_the_words_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,9 @@ def test_closing_a_stream_frees_it_and_keeps_the_rest_whole(smollm2: LongSpec) -
     assert stream.result.finish_reason == "closed"
     assert stream.result.text.startswith(piece), "the engine may be ahead of who reads"
     assert list(stream) == []
+    with smollm2.stream(PROMPTS[2]) as unread:
+        pass
+    assert (unread.result.finish_reason, unread.result.seconds, unread.result.tokens) == ("closed", 0.0, 0)
     sequence = weakref.ref(stream._sequence)
     del stream
     gc.collect()

@@ -466,6 +466,38 @@ def test_numbers_that_overflow_in_an_answer_end_it(backend: str) -> None:
     assert fine.tokens == said[:place], "the engine goes on"
 
 
+class Panic(BaseException):
+    """As pyo3 raises where Rust code panics."""
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), Panic("broken")])
+def test_a_stop_rule_that_fails_ends_its_own_sequence(engine: Engine, error: BaseException) -> None:
+    (expected,) = ask(engine, [[1, 2, 3]], new=20)
+
+    def fail(token: int) -> bool:
+        raise error
+
+    bad, good = Sequence([1, 2, 3], 20, stop_after=fail), Sequence([1, 2, 3], 20, method=METHODS["tree"])
+    for one in (bad, good):
+        engine.submit([one])
+    engine.lead(lambda: bad.finished and good.finished)
+    assert (bad.finish_reason, bad.error) == ("closed", error)
+    assert (good.error, good.tokens) == (None, expected.tokens)
+    assert not engine.loop.is_busy
+    assert engine.statistics.held_pages == 0
+
+
+def test_a_short_text_does_not_drop_a_long_one_that_begins_alike(engine: Engine) -> None:
+    template = [9] * PAGE
+    document = [*template, *((3 * place) % V for place in range(6 * PAGE))]
+    for method in (VANILLA, METHODS["tree"]):
+        engine.forget()
+        ask(engine, [[*document, 1]], method)
+        (short,) = ask(engine, [[*template, 5, 6]], method, new=2 * PAGE)
+        (again,) = ask(engine, [[*document, 2]], method)
+        assert (short.num_shared, again.num_shared) == (PAGE, 7 * PAGE)
+
+
 def test_a_long_prompt_holds_nobody_up_for_more_than_a_chunk(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

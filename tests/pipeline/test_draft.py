@@ -31,9 +31,16 @@ def environment() -> dict[str, str]:
     return no_launcher() | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
-def run(target: Path, output: Path, *more: object) -> subprocess.CompletedProcess[str]:
+def run(
+    target: Path, output: Path, *more: object, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(target, output, *more), capture_output=True, text=True, timeout=900, env=environment()
+        command(target, output, *more),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=environment(),
+        cwd=cwd,
     )
 
 
@@ -63,8 +70,13 @@ def test_a_killed_command_goes_on_to_the_draft_of_its_plan(
 ) -> None:
     output, work = tmp_path / "my draft", tmp_path / "my draft" / "work"
     log, documents = tmp_path / "log.txt", tmp_path / "novel.txt"
-    log.write_text("".join(f"What is {n} plus {n}?\n" for n in range(20)))
-    documents.write_text("The miller counted his sacks again. Nobody had paid.\n\n" * 200)
+    questions = [f"What is {n} plus {n}?" for n in range(20)]
+    questions[9] = (
+        "How many sacks of flour has the miller who sold nine of his eighteen, and where are the others?"
+    )
+    log.write_text("\n".join([*questions, questions[9].upper(), questions[9] + " Tell me."]))
+    novel = "The miller counted his sacks again. Nobody had paid.\n\n" * 200
+    documents.write_text(novel + questions[9] + novel)
     given = ("--prompts", log, "--documents", documents, "--licence", "CC0-1.0")
     kill_when(small_target, output, (work / "run/base/checkpoints/step-00000013").is_dir, *given)
     plan, written = (work / "plan.json").read_bytes(), stamps(work / "data")
@@ -74,7 +86,7 @@ def test_a_killed_command_goes_on_to_the_draft_of_its_plan(
 
     assert main([*command(small_target, output, *given)[3:], "--seed", "1"]) == 2
     assert "seed was 0 and is 1" in capsys.readouterr().err
-    done = run(small_target, output, *given)
+    done = run(small_target, Path(output.name), *given, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "train base" in done.stderr
     assert "write" not in done.stderr.partition("\n\n[")[2], "what was written is not written again"
@@ -89,6 +101,10 @@ def test_a_killed_command_goes_on_to_the_draft_of_its_plan(
     assert [one["seq_length"] for one in planned["stages"]] == [128, 256]
     kinds = [record["kind"] for _, record in read_records([str(work / "prompts.jsonl")])]
     assert kinds.count("own") == 3 * 18, "each of the user's prompts three times, two are kept to measure on"
+    learnt = [(work / f"{name}.jsonl").read_text() for name in ("prompts", "documents")]
+    assert not any("nine of his eighteen" in text.lower() for text in learnt), (
+        "nor what is nearly one of them"
+    )
     assert len(set(kinds)) > 10
     card = (output / "README.md").read_text()
     assert "| novel.txt | CC0-1.0 |" in card
@@ -96,7 +112,9 @@ def test_a_killed_command_goes_on_to_the_draft_of_its_plan(
     for one in planned["written"]:
         assert summary_of(work / "data" / one["name"]).lost_share < 0.15
     first, second = done.stdout.splitlines()[-2:]
-    assert first == f"longspec generate --target {small_target} --draft '{output}' \"Why is the sky blue?\""
+    assert (
+        first == f"longspec generate --target {small_target} --draft '{output.name}' \"Why is the sky blue?\""
+    )
     assert second.startswith("longspec serve ")
     model = LongSpec.from_pretrained(small_target, output, dtype="float32", device="cpu", calibrate=False)
     asked: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0}

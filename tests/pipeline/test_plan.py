@@ -63,6 +63,15 @@ def test_a_budget_is_divided_and_tokens_are_kept() -> None:
         make_plan("x", SMOLLM2, LAPTOP, seconds=5)
 
 
+@pytest.mark.parametrize("seconds", [60, 75, 90, 300, 900, 3600])
+def test_no_plan_takes_longer_than_its_budget(seconds: int) -> None:
+    """Also where a little more time allows sequences of another length."""
+    small = DeviceFacts("cuda", "a small GPU", 24 * 10**9, 1.5e14, 9e11, 2)
+    plan = make_plan("x", LLAMA, small, seconds=seconds)
+    planned = sum(one.seconds for one in plan.written) + sum(stage.seconds for stage in plan.stages)
+    assert 0.5 * seconds < planned <= 0.86 * seconds
+
+
 def test_a_target_without_a_template_continues_and_a_draft_goes_on() -> None:
     plan = make_plan("x", QWEN, H200, has_template=False, tokens=10**8)
     assert {one.mode for one in plan.written} == {"documents"}

@@ -289,14 +289,23 @@ def test_a_run_whose_time_is_up_goes_on_as_if_nothing_had_been(home: Path, unbro
 
 @pytest.mark.full
 def test_a_stage_whose_time_is_over_is_complete_at_a_low_rate(home: Path) -> None:
-    run(settings(home, "brief", "stage.num_steps=100000", "saving.stage_seconds=2", "evaluation.every=0"))
+    """Also if it was stopped in between. Once it is complete, nothing is added."""
     from longspec.train.checkpoints import progress_of
 
+    wanted = settings(home, "brief", "stage.num_steps=100000", "saving.stage_seconds=4", "evaluation.every=0")
+    run([*wanted, "saving.max_seconds=2"])
+    step, num_steps = progress_of(home / "brief")
+    assert 1 < step < num_steps == 100000
+    for _ in range(2):
+        run([*wanted, "resume=latest"])
     step, num_steps = progress_of(home / "brief")
     assert 1 < step == num_steps < 100000
     lines = (home / "brief" / "metrics.jsonl").read_text().splitlines()
     rates = [json.loads(line)["lr"] for line in lines]
-    assert max(rates) > 5e-3
+    assert len(rates) == step
+    highest = max(range(step), key=rates.__getitem__)
+    assert rates[highest] > 5e-3
+    assert rates[highest:] == sorted(rates[highest:], reverse=True), "it does not rise again"
     assert rates[-1] < 2e-3
 
 
@@ -333,6 +342,8 @@ def test_the_stages_of_the_shipped_draft(
         ("stage.seq_length=16", "sequences of 32 tokens, and stage.seq_length 16 is not"),
         ("stage.seq_length=2048", "60 sequences of 32 tokens; 64 make one of 2048"),
         ("data.num_held_out=60", "some must remain"),
+        ("data.train=[HOME/data,HOME/target/../data]", "the held-out sequences are at its end"),
+        ("evaluation.gamma=4", "evaluation.gamma is 4 and the draft has 3 lags"),
         ("stage.lag_decay=0", "above 0 and at most 1"),
         ("stage.lags=2", "learns all lags of a sequence"),
         ("stage.lr=nan", "stage.lr is nan; a finite number is needed"),
@@ -355,8 +366,22 @@ def test_bad_settings_are_named(
     from longspec.cli.main import main
 
     wanted = [one for one in settings(home, "never") if not one.startswith("run=")]
+    override = override.replace("HOME", str(home))
     assert main(["train", *wanted, f"run={tmp_path / 'run'}", override]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_two_processes_do_not_write_one_run(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from longspec.cli.main import main
+    from longspec.data.work import locked
+
+    wanted = [one for one in settings(home, "never") if not one.startswith("run=")]
+    with locked(tmp_path / "run"):
+        assert main(["train", *wanted, f"run={tmp_path / 'run'}"]) == 2
+        assert f"another process works in {tmp_path / 'run'}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_shorter_sequences_are_joined_and_their_documents_stay_apart(tmp_path: Path) -> None:
@@ -414,6 +439,8 @@ def test_the_defaults_follow_target_data_and_memory(home: Path, tmp_path: Path) 
     assert parts.pair.draft.config.cross_layers == (0, 1, 2), "all of the three layers that there are"
     stage = fit_into_memory(settings.stage, parts, Processes(0, 1, 1), device)  # type: ignore[union-attr]
     assert (stage.optimizer, stage.micro_batch * stage.accumulation) == ("muon", 24)
+    again = fit_into_memory(settings.stage, parts, Processes(0, 1, 1), device, before=2)  # type: ignore[union-attr]
+    assert (again.micro_batch, again.accumulation) == (2, 12), "as many as before, whatever is free now"
     with pytest.raises(UserError, match=r"stage\.batch 24 is not a multiple of the 5 processes"):
         fit_into_memory(settings.stage, parts, Processes(0, 5, 1), device)  # type: ignore[union-attr]
 

@@ -44,12 +44,11 @@ class PagePool:
     def num_held(self) -> int:
         return self.num_pages - self.num_available
 
-    def take(self, count: int, after: int | None = None, evicts: bool = False) -> list[int] | None:
+    def take(self, count: int, after: int | None = None) -> list[int] | None:
         """`count` pages, or None if there are not enough.
 
-        `after` is the last page of the caller. The page that follows it is preferred, because consecutive
-        pages are read as one; with `evicts`, even if that page is remembered. Callers with shared pages set
-        `evicts`: the page after a shared one often holds another text with the same beginning.
+        `after` is the last page of the caller. If the page that follows it is free, it is preferred, because
+        consecutive pages are read as one.
         """
         if count > self.num_available:
             return None
@@ -58,8 +57,6 @@ class PagePool:
             if not self._num_free:
                 self._forget(next(iter(self._unheld)))
             following = DUMP if after is None else after + 1
-            if evicts and following in self._unheld:
-                self._forget(following)
             if following > self.num_pages or not self._free[following]:
                 following = self._room()
             self._free[following] = False

@@ -142,7 +142,7 @@ class Scheduler:
             wanted = -(-sequence.num_wanted // self.pool.size) - len(shared) if self.seats else 0
             own = None
             if wanted <= self.pool.num_available:
-                own = self.pool.take(needed, shared[-1] if shared else None, evicts=bool(shared))
+                own = self.pool.take(needed, shared[-1] if shared else None)
             if own is None:
                 self.pool.release(shared)
                 self.waiting.appendleft(sequence)
@@ -217,7 +217,7 @@ class Scheduler:
         lacking = -(-num_entries // self.pool.size) - len(seat.pages)
         if lacking <= 0:
             return []
-        pages = self.pool.take(lacking, seat.pages[-1], evicts=seat.sequence.num_shared > 0)
+        pages = self.pool.take(lacking, seat.pages[-1])
         if pages is not None:
             seat.pages += pages
         return pages
@@ -227,7 +227,7 @@ class Scheduler:
         size = self.pool.size
         self.pool.withdraw(seat.hashes[seat.computed // size :])
         # The newest token may have no KV yet.
-        known = seat.computed if seat.is_filling else len(seat.sequence.text) - 1
+        known = seat.computed if seat.is_filling else seat.num_tokens - 1
         hashes = seat.hashes if seat.is_filling else self._hashes(seat.sequence)
         self.pool.remember(seat.pages[: known // size], hashes)
         self.pool.release(seat.pages)

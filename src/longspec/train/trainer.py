@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from transformers import set_seed
 
 from longspec.atomic import clear_unfinished, write_whole
 from longspec.data.collate import collate
+from longspec.data.work import locked
 from longspec.errors import UserError, check_same
 from longspec.models.draft import GlideDraft
 from longspec.models.draft_files import Fingerprint, save_draft
@@ -166,6 +168,12 @@ class Trainer:
         """Of this stage, in earlier processes."""
 
     def run(self) -> Path:
+        """Train, and write the run's folder; no other process may write there meanwhile."""
+        with locked(self.folder) if self.processes.first else contextlib.nullcontext():
+            self._run()
+        return self.folder
+
+    def _run(self) -> None:
         first = self._begin()
         texts = self._held_out()
         loggers = self._loggers(first)
@@ -198,7 +206,6 @@ class Trainer:
                     break
         for logger in loggers:
             logger.close()
-        return self.folder
 
     def _time_passed(self, limit: float) -> float:
         """The share of a limit that has passed, by the first process's clock; 0 if there is no limit."""

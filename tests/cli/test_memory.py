@@ -101,17 +101,20 @@ def test_what_does_not_fit_is_said(tiny_folder: Path, capsys: pytest.CaptureFixt
     assert "--context is 2049; the target's limit is 2048 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("weights", ["float32", "int8"])
 def test_a_ggufs_weights_count_as_a_cpu_keeps_them(
-    smollm2: LongSpec, capsys: pytest.CaptureFixture[str]
+    weights: str, smollm2: LongSpec, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if not has_native_products():
         pytest.skip("no C compiler here")
-    flags = ["info", "smollm2-135m", "--device", "cpu", "--dtype", "float32"]
+    flags = ["info", "smollm2-135m", "--device", "cpu", "--dtype", "float32", "--weights", weights]
     assert main(flags) == 0
-    assert "in float32 (matrices: about 0.73 bytes per weight)" in capsys.readouterr().out
+    assert f"in {weights} (matrices: about 0.73 bytes per weight)" in capsys.readouterr().out
     assert main([*flags, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["needs"]["weights"]
     target = smollm2.target
+    if weights == "int8":
+        target = LongSpec.from_pretrained("smollm2-135m", weights="int8", calibrate=False).target
     kept = {*target.parameters(), *target.buffers()} - {target.rope.table}
     assert told == pytest.approx(sum(one.nbytes for one in kept), rel=0.01)
 

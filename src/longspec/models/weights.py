@@ -56,13 +56,13 @@ GPU_ROUNDINGS = {
 # (`on_grids`) a weight takes a byte or half of one, and each run of 32 or 16 weights takes 8 more, or 4 if
 # fp16 has its step and base. Only loading can find that a K type is off its grids: if its `dmin` is more than
 # 128 times its `d`. Weights around 0 do not have such minima.
-_KEPT_BYTES = (
+_GRID_BYTES = (
     dict.fromkeys(("Q4_0", "Q4_1"), 1 / 2 + 4 / 32)
     | {"Q4_K": 1 / 2 + 8 / 32, "Q5_K": 1 + 8 / 32}
     | dict.fromkeys(("Q5_0", "Q5_1", "Q8_0"), 1 + 4 / 32)
     | dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), 1 + 8 / 16)
-    | dict.fromkeys(("float16", "bfloat16"), 2.0)
 )
+_KEPT_BYTES = _GRID_BYTES | dict.fromkeys(("float16", "bfloat16"), 2.0)
 WEIGHTS = ("auto", "float32", *ROUNDINGS, "fp8")
 KV_DTYPES = ("auto", "fp8")
 _FP8_CAPABILITY = (8, 9)
@@ -81,7 +81,8 @@ class Precision:
     kv_name: str = ""
     """What keys and values are in, if a user asks for fewer bytes."""
     matrix_bytes: float | None = None
-    """Per weight, if a CPU keeps matrices in fewer bytes than `dtype` without rounding them."""
+    """Per weight of matrices and head, if a CPU keeps them in fewer bytes than `dtype` without rounding them,
+    or keeps the grids that a file has."""
 
     @property
     def weights(self) -> str:
@@ -117,6 +118,9 @@ class Precision:
         if self.rounding is None and self.name:
             tables = table * (1 if config.tied_head else 2)
             return config.num_parameters - tables + tables * self.dtype.itemsize
+        if self.rounding is not None and self.matrix_bytes is not None:
+            matrices = config.num_parameters - (0 if config.tied_head else table)
+            return int(matrices * self.matrix_bytes) + table + 4 * config.vocab_size  # a scale for each row
         if self.rounding is None:
             # A packed head cannot be the embedding too.
             copied = device.type == "cpu" and self.dtype == torch.float32 and config.tied_head
@@ -161,15 +165,27 @@ def pick_precision(
             f"weights {weights!r} need a C compiler with OpenMP, such as gcc, and there is none "
             f"({what_is_missing()}); use auto"
         )
-    return Precision(dtype, rounding, weights)
+    if weights != "int8":
+        return Precision(dtype, rounding, weights)
+    return Precision(
+        dtype, rounding, weights, matrix_bytes=_mean_bytes(matrix_types, _GRID_BYTES, rounding.matrix_bytes)
+    )
 
 
 def _matrix_bytes(matrix_types: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> float | None:
-    total = sum(matrix_types.values())
-    if not total or device.type != "cpu" or dtype != torch.float32 or not has_native_products():
+    if device.type != "cpu" or dtype != torch.float32 or not has_native_products():
         return None
-    mean = sum(_KEPT_BYTES.get(one, 4.0) * count for one, count in matrix_types.items()) / total
-    return mean if mean < 4 else None
+    mean = _mean_bytes(matrix_types, _KEPT_BYTES, 4.0)
+    return mean if mean is not None and mean < 4 else None
+
+
+def _mean_bytes(matrix_types: Mapping[str, int], kept: Mapping[str, float], otherwise: float) -> float | None:
+    total = sum(matrix_types.values())
+    return (
+        sum(kept.get(one, otherwise) * count for one, count in matrix_types.items()) / total
+        if total
+        else None
+    )
 
 
 def with_kv_dtype(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -134,6 +135,19 @@ def test_closing_a_stream_frees_it_and_keeps_the_rest_whole(smollm2: LongSpec) -
     after = smollm2.generate(PROMPTS[2], max_new_tokens=12)
     assert after.token_ids == expected.token_ids
     assert after.prefilled_tokens < after.prompt_tokens, "what the closed stream computed is still of use"
+
+
+def test_another_thread_may_stop_a_stream(smollm2: LongSpec) -> None:
+    with smollm2.stream(PROMPTS[2], max_new_tokens=600, eos_ids=()) as stream, ThreadPoolExecutor(1) as pool:
+        first = next(stream)
+        reading = pool.submit(list, stream)
+        with pytest.raises(UserError, match="answers are being written"):
+            smollm2.calibrate()
+        stream.close()
+        rest = reading.result(timeout=60)
+    assert stream.result.finish_reason == "closed"
+    assert 0 < stream.result.tokens < 600
+    assert stream.result.text.startswith(first + "".join(rest))
 
 
 def test_prompt_and_answer_may_fill_the_context_to_the_last_token(smollm2_folder: object) -> None:

@@ -251,6 +251,8 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"messages": "hello"}, 400, "messages"),
     ({"messages": [{"role": "user", "content": "a"}] * 10_001}, 400, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "role"),
+    ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, 400,
+     "messages.0.tool_calls is not supported"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "text"),
     ({"tools": [{"type": "function"}]}, 400, "tools is not supported"),
     ({"logit_bias": {"5": 100}}, 400, "logit_bias is not supported"),
@@ -261,7 +263,7 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"top_p": 0}, 400, "top_p"),
     ({"seed": 2**63}, 400, "seed"),
     ({"seed": True}, 400, "seed"),
-    ({"n": 0}, 400, "n"),
+    ({"n": 0}, 400, "n: Input"),
     ({"max_tokens": 0}, 400, "max_tokens"),
     ({"max_tokens": 9000}, 400, "8192"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens"),
@@ -273,7 +275,13 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "gpt-4"}, 404, "gpt-4"),
     ({"response_format": {"type": "json_schema"}}, 400, "json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "dog"}}}}, 400, "schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, 400,
+     "the schema cannot be followed: NoExtensionBias"),
     ({"messages": [{"role": "user", "content": "word " * 9000}]}, 400, "context holds 8192 tokens"),
+    ({"messages": [{"role": "user", "content": "word " * 90_000}]}, 400, "has more than 8191 tokens"),
+    ({"min_tokens": 5}, 400, "min_tokens is not supported"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, 400,
+     "stream_options.include_obfuscation is not supported"),
 ]  # fmt: skip
 
 
@@ -286,19 +294,37 @@ def test_what_cannot_be_done_is_refused(
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert about in error["message"]
+    assert "<state>" not in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
+    if "is not supported" in about:
+        assert (error["param"], error["code"]) == (about.split()[0], "unsupported_parameter")
     assert server.is_idle
 
 
-def test_neutral_values_ask_for_nothing(server: Live) -> None:
+def test_neutral_values_ask_for_nothing(server: Live, client: OpenAI) -> None:
+    first = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=2)
+    said = first.choices[0].message.model_dump()  # with annotations, refusal, tool_calls and more, all None
+    asked = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
     body = {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": None}],
+        "messages": [asked | {"name": "bob"}, said | {"annotations": [], "tool_calls": []}, asked],
         "tools": [], "tool_choice": "auto", "logit_bias": None, "frequency_penalty": 0, "user": "me",
         "presence_penalty": 0.0, "max_tokens": 2, "stop": None, "response_format": {"type": "text"},
-        "top_k": -1, "store": False,
+        "top_k": -1, "store": True, "metadata": {"a": "b"}, "prompt_cache_key": "a", "safety_identifier": "b",
+        "service_tier": "auto", "min_tokens": 0, "length_penalty": 1.0, "skip_special_tokens": True,
+        "add_generation_prompt": True, "use_beam_search": False, "temperature": 0,
     }  # fmt: skip
     answer = httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
+    plain: dict[str, Any] = {"messages": [asked, {"role": "assistant", "content": said["content"]}, asked]}
+    plain |= {"max_tokens": 2, "temperature": 0}
+    same = httpx.post(f"{server.address}/v1/chat/completions", json=plain, timeout=60).json()
+    assert same["choices"] == answer.json()["choices"]
+    assert same["usage"]["prompt_tokens"] == answer.json()["usage"]["prompt_tokens"]
+    chunks = client.completions.create(
+        model=MODEL, prompt="Hi", suffix="", max_tokens=2, stream=True,
+        stream_options={"include_obfuscation": False},
+    )  # fmt: skip
+    assert list(chunks)[-1].choices[0].finish_reason == "length"
 
 
 def test_errors_are_what_openais_client_expects(server: Live, tiny_server: Callable[..., Live]) -> None:

@@ -63,7 +63,9 @@ class JsonConstraint:
         self._num_taken = len(tokens)
         self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.numel() * mask.element_size())
         if self._matcher.is_error():
-            raise UserError(f"response_format: {_one_line(self._matcher.get_error())}")
+            # The rest is the state of the matcher, with the whole grammar.
+            reason = self._matcher.get_error().partition("<state>")[0]
+            raise UserError(f"response_format: the schema cannot be followed: {_one_line(reason)}")
 
 
 def _one_line(text: str) -> str:

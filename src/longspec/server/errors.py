@@ -33,8 +33,10 @@ _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unsupport
 
 
 def refused(error: ValidationError) -> ApiError:
-    """The error response for a bad request; it names the first fault."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    """The error response for a bad request. It names the first field that is not supported, or else the first
+    fault: a message with tool calls and without a content is refused because of the tool calls."""
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    first = next((one for one in faults if one["type"] == "extra_forbidden"), faults[0])
     kind, message = first["type"], first["msg"].removeprefix("Value error, ")
     # For a field with several types, the location also has the types' names.
     place = [str(part) for part in first["loc"] if part != "str" and not str(part).startswith("list[")]
@@ -45,6 +47,6 @@ def refused(error: ValidationError) -> ApiError:
         message = f"{param} is missing"
     elif kind == "extra_forbidden":
         message = f"{param} is not supported"
-    elif param is not None and param not in message:
+    elif param is not None and not message.startswith(param):
         message = f"{param}: {message}"
     return ApiError(400, message, _CODES.get(kind, "invalid_value"), param)

@@ -33,14 +33,14 @@ class Strict(BaseModel):
             harmless = cls.neutral.get(name, ())
             if value is None or any(type(value) is type(one) and value == one for one in harmless):
                 continue
-            if name in cls.neutral:
-                raise ValueError(f"{name} is not supported")
             kept[name] = value
         return kept
 
 
 class StreamOptions(Strict):
     """What a stream sends beside the text."""
+
+    neutral = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
     """Whether the last chunk has the usage."""
@@ -51,8 +51,12 @@ class StreamOptions(Strict):
 class Message(Strict):
     """One message of a conversation."""
 
+    neutral = {"annotations": ([],), "tool_calls": ([],)}
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str
+    name: str | None = None
+    """The client's name for who speaks; it changes nothing, because chat templates have no place for it."""
 
     @field_validator("content", mode="before")
     @classmethod
@@ -103,8 +107,11 @@ class _Asked(Strict):
         "frequency_penalty": (0, 0.0),
         "presence_penalty": (0, 0.0),
         "logit_bias": ({},),
-        "store": (False,),
-        "metadata": ({},),
+        "service_tier": ("auto", "default"),
+        "min_tokens": (0,),
+        "length_penalty": (1, 1.0),
+        "skip_special_tokens": (True,),
+        "use_beam_search": (False,),
     }
 
     model: str | None = None
@@ -122,7 +129,11 @@ class _Asked(Strict):
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
     user: str | None = None
-    """The client's name for its user; it changes nothing."""
+    """The client's name for its user; like the other labels here it changes nothing."""
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    store: bool | None = None
 
     method: str | None = None
     """The decoding method; the answer is the same with every method."""
@@ -180,6 +191,7 @@ class ChatRequest(_Asked):
         "tool_choice": ("none", "auto"),
         "parallel_tool_calls": (True, False),
         "modalities": (["text"],),
+        "add_generation_prompt": (True,),
     }
 
     messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
@@ -215,7 +227,7 @@ class ChatRequest(_Asked):
 class CompletionRequest(_Asked):
     """The body of /v1/completions."""
 
-    neutral = _Asked.neutral | {"echo": (False,), "best_of": (1,)}
+    neutral = _Asked.neutral | {"echo": (False,), "best_of": (1,), "suffix": ("",)}
 
     prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)

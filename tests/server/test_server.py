@@ -210,6 +210,56 @@ def test_logprobs(server: Live, client: OpenAI) -> None:
     assert found.token_logprobs == [max(top.values()) for top in found.top_logprobs]
 
 
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_the_logprobs_of_a_completion_fit_its_text(client: OpenAI, temperature: float) -> None:
+    options: Any = {"model": MODEL, "temperature": temperature, "seed": 0, "logprobs": 2, "max_tokens": 16}
+    options["prompt"] = "Repeat: 🎉日本🎉日本🎉日本🎉日本🎉"
+    choice = client.completions.create(**options).choices[0]
+    (told,) = _streamed_choices(client, options)
+    found = choice.logprobs
+    assert found is not None
+    assert found.tokens is not None
+    assert found.text_offset is not None
+    assert found.top_logprobs is not None
+    assert found.token_logprobs is not None
+    assert told == {"text": choice.text, "tokens": found.tokens, "text_offset": found.text_offset}
+    assert "".join(found.tokens) == choice.text
+    for text, offset in zip(found.tokens, found.text_offset, strict=True):
+        assert choice.text[offset:].startswith(text)
+    assert "" in found.tokens, "no character of several tokens"
+    is_new = []
+    for text, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert top[text] == logprob
+        others = [value for name, value in top.items() if name != text]
+        assert others == sorted(others, reverse=True)
+        is_new.append(all(logprob < other for other in others))
+        assert len(top) <= 3
+    assert any(is_new) == (temperature > 0), "whether a token is not among the most probable ones"
+
+
+def test_of_tokens_that_are_spelled_alike_the_most_probable_is_told(server: Live) -> None:
+    body = {"prompt": "Repeat: 🎉日本🎉日本🎉日本🎉日本", "temperature": 0, "max_tokens": 6}
+    url = f"{server.address}/v1/completions"
+    told = [httpx.post(url, json=body | {"logprobs": n}, timeout=60).json() for n in (4, 20)]
+    few, many = (one["choices"][0]["logprobs"]["top_logprobs"] for one in told)
+    assert any("\N{REPLACEMENT CHARACTER}" in top for top in few), "no part of a character"
+    assert any(len(top) < 20 for top in many), "no two are spelled alike"
+    assert all(here.items() <= there.items() for here, there in zip(few, many, strict=True))
+
+
+def _streamed_choices(client: OpenAI, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """The text, tokens and offsets of each choice, put together from a stream."""
+    found: dict[int, dict[str, Any]] = {}
+    for chunk in client.completions.create(**options, stream=True):
+        for one in chunk.choices:
+            whole = found.setdefault(one.index, {"text": "", "tokens": [], "text_offset": []})
+            whole["text"] += one.text
+            if one.logprobs is not None:
+                whole["tokens"] += one.logprobs.tokens or []
+                whole["text_offset"] += one.logprobs.text_offset or []
+    return list(found.values())
+
+
 def test_answers_keep_to_a_schema(server: Live, client: OpenAI) -> None:
     schema = {
         "type": "object",

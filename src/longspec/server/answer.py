@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 from pydantic_core import to_json
@@ -23,14 +22,16 @@ from longspec.text import TextStream
 class Choice:
     """One of the answers to a request."""
 
-    def __init__(self, index: int, number: int, row: Row, text: TextStream, asked: Asked) -> None:
+    def __init__(
+        self, index: int, number: int, row: Row, text: TextStream, spelling: TextStream, asked: Asked
+    ) -> None:
         self.index, self.number, self.row, self._text = index, number, row, text
+        self._spelling = spelling
+        """The text of the tokens whose logprobs were sent, without stop strings."""
         self._by_token = asked.explain or bool(asked.stop)
         self._pieces: list[str] = []
         """The text of each token, if the request needs tokens one by one."""
         self._num_told = self._num_given = 0
-        self.num_spelled = 0
-        """Characters of the tokens whose logprobs were sent."""
         self.is_told = False
         """Whether the end was part of the news."""
 
@@ -54,6 +55,17 @@ class Choice:
         if not text and not is_final and first == known:
             return None
         return Piece(text, first, known, self.finish_reason)
+
+    def spelled(self, places: range) -> tuple[list[str], list[int]]:
+        """The text that each of these tokens completes, and where it begins in the answer's text. A character
+        of several tokens belongs to the last one."""
+        texts, offsets = [], []
+        for place in places:
+            offsets.append(len(self._spelling.text))
+            texts.append(self._spelling.push(self.row.tokens[place]))
+        if texts and self.row.end is not None:
+            texts[-1] += self._spelling.finish()
+        return texts, offsets
 
     def origins(self, news: Piece) -> list[dict[str, Any]]:
         """The text of each new token, and how it came. Together the texts are the new text."""
@@ -114,9 +126,7 @@ class Answer:
         for choice in self.choices:
             news = choice.news()
             assert news is not None, "it is finished"
-            said = {"role": "assistant", "content": news.text}
-            body = {"message": said} if self._is_chat else {"text": news.text}
-            choices.append(self._choice(choice, news, body))
+            choices.append(self._choice(choice, news, is_delta=False))
         kind = "chat.completion" if self._is_chat else "text_completion"
         return self._head(kind) | {"choices": choices, "usage": self.usage(), "metrics": self.metrics()}
 
@@ -135,7 +145,6 @@ class Answer:
         self._is_begun = True
         is_over = all(choice.is_told for choice in self.choices)
         for choice, news in found:
-            body = {"delta": {"content": news.text} if news.text else {}}
             more: dict[str, Any] = {}
             if self.asked.explain:
                 more["tokens"] = choice.origins(news)
@@ -143,8 +152,7 @@ class Answer:
                 more["usage"] = self.usage()
             if is_over and choice is found[-1][0]:
                 more["metrics"] = self.metrics()
-            told = self._choice(choice, news, body if self._is_chat else {"text": news.text})
-            events.append(self._event([told], **more))
+            events.append(self._event([self._choice(choice, news, is_delta=True)], **more))
         return b"".join(events)
 
     def last_events(self) -> bytes:
@@ -152,8 +160,17 @@ class Answer:
         usage = self._event([], usage=self.usage()) if self._options.include_usage else b""
         return usage + b"data: [DONE]\n\n"
 
-    def _choice(self, choice: Choice, news: Piece, body: dict[str, Any]) -> dict[str, Any]:
-        logprobs = self._logprobs(choice, news)
+    def _choice(self, choice: Choice, news: Piece, is_delta: bool) -> dict[str, Any]:
+        body: dict[str, Any] = {"text": news.text}
+        if self._is_chat and is_delta:
+            body = {"delta": {"content": news.text} if news.text else {}}
+        elif self._is_chat:
+            body = {"message": {"role": "assistant", "content": news.text}}
+        logprobs = None
+        if (row := choice.row).num_logprobs is not None:
+            end = news.known - (row.finish_reason == "eos")  # without the eos token
+            places = range(news.first, max(end, news.first))
+            logprobs = (self._chat_logprobs if self._is_chat else self._text_logprobs)(choice, places)
         return {"index": choice.index, **body, "logprobs": logprobs, "finish_reason": news.finish_reason}
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -196,30 +213,27 @@ class Answer:
             found.add(choice.row)
         return {"speculative_decoding": found.told()}
 
-    def _logprobs(self, choice: Choice, news: Piece) -> dict[str, Any] | None:
-        """The logprobs in the form of a chat or of a completion, without the eos token."""
-        row = choice.row
-        if row.num_logprobs is None:
-            return None
-        end = news.known - (row.finish_reason == "eos")
-        places = range(news.first, max(end, news.first))
-        scores = [row.logprobs[place] for place in places]
-        if self._is_chat:
-            told = []
-            for place in places:
-                chosen, top = row.logprobs[place]
-                others = [self._spelled(*one) for one in top]
-                told.append(self._spelled(row.tokens[place], chosen) | {"top_logprobs": others})
-            return {"content": told, "refusal": None}
-        spell = self.spell
-        texts = [spell(row.tokens[place])[0] for place in places]
-        *offsets, choice.num_spelled = accumulate(map(len, texts), initial=choice.num_spelled)
-        return {
-            "tokens": texts,
-            "token_logprobs": [chosen for chosen, _ in scores],
-            "top_logprobs": [{spell(token)[0]: value for token, value in top} for _, top in scores],
-            "text_offset": offsets,
-        }
+    def _chat_logprobs(self, choice: Choice, places: range) -> dict[str, Any]:
+        told = []
+        for place in places:
+            chosen, top = choice.row.logprobs[place]
+            others = [self._spelled(*one) for one in top]
+            told.append(self._spelled(choice.row.tokens[place], chosen) | {"top_logprobs": others})
+        return {"content": told, "refusal": None}
+
+    def _text_logprobs(self, choice: Choice, places: range) -> dict[str, Any]:
+        """The logprobs of a completion. The chosen token is always among the top ones, under its text in the
+        answer; of others that are spelled alike, such as parts of characters, the most probable one is."""
+        texts, offsets = choice.spelled(places)
+        tops: list[dict[str, float]] = []
+        for place, text in zip(places, texts, strict=True):
+            token, (chosen, top) = choice.row.tokens[place], choice.row.logprobs[place]
+            tops.append({text: chosen})
+            for other, value in top:
+                if other != token:
+                    tops[-1].setdefault(self.spell(other)[0], value)
+        scores = [choice.row.logprobs[place][0] for place in places]
+        return {"tokens": texts, "token_logprobs": scores, "top_logprobs": tops, "text_offset": offsets}
 
     def _spelled(self, token: int, logprob: float) -> dict[str, Any]:
         text, raw = self.spell(token)

@@ -144,7 +144,8 @@ class Service:
             stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
             rows = self.link.ask(sequences, stop, grammar, on_news)
             for index, ((number, row), text) in enumerate(zip(rows, texts, strict=True)):
-                answer.choices.append(Choice(index, number, row, text, asked))
+                spelling = TextStream(self.facts.maker.encoder.tokenizer)
+                answer.choices.append(Choice(index, number, row, text, spelling, asked))
             yield answer
         except ConnectionError as error:
             raise ApiError(503, "the engine is gone", "engine_error") from error

@@ -24,6 +24,17 @@ Message = Mapping[str, str]
 Prompt = str | Message | Sequence[Message] | Sequence[int] | Array
 """A text (one user message), a conversation, or token ids."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+# Few texts have this many characters for each token.
+_MANY_CHARACTERS = 8
+
+
+class PromptTooLong(UserError):
+    """A prompt with more tokens than it may have."""
+
+    def __init__(self, size: str) -> None:
+        super().__init__(f"the prompt has {size} tokens")
+        self.size = size
+        """The number of tokens in words: of a very long text only a part was tokenised."""
 
 
 class TokenizerConfig(TypedDict, total=False):
@@ -103,40 +114,57 @@ class PromptEncoder:
         if self.tokenizer.chat_template:
             start_early()
 
-    def encode(self, prompt: Prompt, raw: bool, vocab_size: int) -> list[int]:
-        """Token ids of a prompt of `split_batch`; texts and messages use the chat template unless `raw`."""
-        ids = self._ids(prompt, raw)
+    def encode(self, prompt: Prompt, raw: bool, vocab_size: int, most: int | None = None) -> list[int]:
+        """Token ids of a prompt of `split_batch`; texts and messages use the chat template unless `raw`.
+        A prompt with more than `most` tokens is refused, without tokenising much more than that."""
+        ids = self._ids(prompt, raw, most)
         if not ids:
             raise UserError("the prompt is empty; give at least one token of text")
+        if most is not None and len(ids) > most:
+            raise PromptTooLong(str(len(ids)))
         wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise UserError(f"token id {wrong} is outside the target's vocabulary of {vocab_size}")
         return ids
 
-    def _ids(self, prompt: Prompt, raw: bool) -> list[int]:
+    def _ids(self, prompt: Prompt, raw: bool, most: int | None) -> list[int]:
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise UserError("the prompt is empty; give some text")
             if raw or not self.tokenizer.chat_template:
-                return self._tokenize(prompt, add_special_tokens=True)
-            return self._chat([{"role": "user", "content": prompt}])
+                return self._tokenize(prompt, most, add_special_tokens=True)
+            return self._chat([{"role": "user", "content": prompt}], most)
         parts: list[Any] = list(prompt)  # type: ignore[arg-type]
         if not parts or isinstance(parts[0], int):
             return parts
         if raw:
             raise UserError("messages need the chat template; give a text for a raw prompt")
-        return self._chat([dict(message) for message in parts])
+        return self._chat([dict(message) for message in parts], most)
 
-    def _chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def _chat(self, messages: list[dict[str, str]], most: int | None) -> list[int]:
         for message in messages:
             if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
                 raise UserError(f"a message needs texts 'role' and 'content'; this one is {message!r}")
         if not self.tokenizer.chat_template:
             raise UserError("the target has no chat template for messages; give a plain text")
-        return self._tokenize(render_chat(self.tokenizer, messages, open_turn=True), add_special_tokens=False)
+        text = render_chat(self.tokenizer, messages, open_turn=True)
+        return self._tokenize(text, most, add_special_tokens=False)
 
-    def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _tokenize(self, text: str, most: int | None, add_special_tokens: bool) -> list[int]:
         if (bad := lone_surrogate(text)) is not None:
             raise UserError(f"the prompt is not valid Unicode: it has {bad!r}")
-        with tokenizer_explained("the target's tokenizer cannot read this text"):
-            return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+        def tokens(text: str) -> list[int]:
+            with tokenizer_explained("the target's tokenizer cannot read this text"):
+                return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+        if most is not None:
+            # The end of a part may have other tokens than the same place in the text, so a part must have
+            # clearly more than `most`. Runs of spaces make long tokens: a part with few is doubled.
+            clearly_more = most + most // 8 + 100
+            size = _MANY_CHARACTERS * clearly_more
+            while size < len(text):
+                if len(tokens(text[:size])) > clearly_more:
+                    raise PromptTooLong(f"more than {most}")
+                size *= 2
+        return tokens(text)

@@ -161,6 +161,11 @@ class _Asked(Strict):
         return self.response_format is not None and self.response_format.type != "text"
 
     @property
+    def schema_size(self) -> int:
+        schema = self.response_format and self.response_format.json_schema
+        return len(schema.model_dump_json()) if schema else 0
+
+    @property
     def num_new(self) -> int | None:
         return self.max_tokens
 
@@ -217,11 +222,12 @@ class ChatRequest(_Asked):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def size(self) -> int:
-        """The number of characters or token ids of all prompts and of the schema."""
-        schema = self.response_format and self.response_format.json_schema
-        size = len(schema.model_dump_json()) if schema else 0
-        return size + sum(len(one.content) for one in self.messages)
+    def prompts(self) -> list[list[dict[str, str]]]:
+        return [[one.as_prompt() for one in self.messages]]
+
+    @property
+    def prompt_size(self) -> int:
+        return sum(len(one.content) for one in self.messages)
 
 
 class CompletionRequest(_Asked):
@@ -241,7 +247,7 @@ class CompletionRequest(_Asked):
         return self.n * len(self.prompts)
 
     @property
-    def size(self) -> int:
+    def prompt_size(self) -> int:
         return sum(map(len, self.prompts))
 
     @property

@@ -16,6 +16,7 @@ from longspec.decoding.methods.registry import choices
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError
 from longspec.options import read_options
+from longspec.prompts import PromptTooLong
 from longspec.server.answer import Answer, Choice
 from longspec.server.constraint import Grammars
 from longspec.server.errors import ApiError
@@ -123,7 +124,7 @@ class Service:
         begun = time.perf_counter()
         self._check_model(asked)
         self._check_room(asked.num_answers)
-        worker = self._workers[asked.size > _SHORT]
+        worker = self._workers[asked.prompt_size + asked.schema_size > _SHORT]
         work = asyncio.get_running_loop().run_in_executor(worker, self._prepare, asked)
         self._num_coming += asked.num_answers
         try:
@@ -184,9 +185,8 @@ class Service:
             )
 
     def _prepare(self, asked: Asked) -> tuple[list[Sequence], list[TextStream], str | None]:
-        prompts = self._prompts(asked)
         settings = read_options(asked.options() | self._method(asked))
-        self._check_length(asked, max(map(len, prompts)))
+        prompts = self._prompts(asked)
         grammar = None
         if asked.is_constrained and asked.response_format is not None:
             grammar = self._grammars.grammar(asked.response_format)
@@ -203,20 +203,18 @@ class Service:
         return kept | {"method": asked.method}
 
     def _prompts(self, asked: Asked) -> list[list[int]]:
-        encoder, size = self.facts.maker.encoder, self.facts.maker.vocab_size
-        if isinstance(asked, ChatRequest):
-            return [encoder.encode([one.as_prompt() for one in asked.messages], False, size)]
+        maker, is_chat = self.facts.maker, isinstance(asked, ChatRequest)
         if not asked.prompts:
             raise UserError("prompt is empty; give at least one")
-        return [encoder.encode(one, True, size) for one in asked.prompts]
-
-    def _check_length(self, asked: Asked, num_prompt: int) -> None:
-        room, num_new = self.facts.maker.max_length, asked.num_new
-        if num_prompt + (num_new or 1) > room:
+        room, num_new = maker.max_length, asked.num_new
+        most = max(0, room - (num_new or 1))
+        try:
+            return [maker.encoder.encode(one, not is_chat, maker.vocab_size, most) for one in asked.prompts]
+        except PromptTooLong as error:
             wanted = f" and {num_new} new ones are asked for" if num_new else ""
             raise ApiError(
                 400,
-                f"this server's context holds {room} tokens; the prompt has {num_prompt}{wanted}",
+                f"this server's context holds {room} tokens; the prompt has {error.size} tokens{wanted}",
                 "context_length_exceeded",
-                "messages" if isinstance(asked, ChatRequest) else "prompt",
-            )
+                "messages" if is_chat else "prompt",
+            ) from error

@@ -23,6 +23,7 @@ class Link:
         self._numbers = count()
         self._open: dict[int, tuple[Row, Callable[[Row], None]]] = {}
         self._waiting: deque[asyncio.Future[Status]] = deque()
+        self._is_ending = False
         self.is_lost = False
         """Whether the engine's process is gone."""
 
@@ -53,13 +54,25 @@ class Link:
         self._open |= {number: (row, on_news) for number, row in rows}
         for sequence in sequences:
             sequence.stop_after = None  # a function is not sent; `Host` makes its own from `stop`
-        self._send(Ask(numbered, stop, grammar))
+        if self._is_ending:
+            self._end(End("closed"))
+        else:
+            self._send(Ask(numbered, stop, grammar))
         return rows
 
     def cancel(self, numbers: list[int]) -> None:
         left = [number for number in numbers if self._open.pop(number, None) is not None]
         if left:
             self._send(Cancel(left))
+
+    def end_all(self) -> None:
+        """End all answers, also those that are asked for from now on. Their clients are told that the server
+        shuts down."""
+        self._is_ending = True
+        numbers = list(self._open)
+        self._end(End("closed"))
+        if numbers:
+            self._send(Cancel(numbers))
 
     async def status(self) -> Status:
         future = asyncio.get_running_loop().create_future()
@@ -100,12 +113,15 @@ class Link:
                 del self._open[number]
             on_news(row)
 
-    def _lose(self) -> None:
-        self.is_lost = True
+    def _end(self, end: End) -> None:
         for row, on_news in self._open.values():
-            row.end = _LOST
+            row.end = end
             on_news(row)
         self._open.clear()
+
+    def _lose(self) -> None:
+        self.is_lost = True
+        self._end(_LOST)
         for future in self._waiting:
             future.cancel()
         self._on_lost()

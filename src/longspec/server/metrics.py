@@ -64,7 +64,7 @@ class Metrics:
                 self._first.observe(row.times[0] - answer.begun)
             for earlier, later in pairwise(row.times):
                 self._between.observe(later - earlier)
-            if row.end is not None and row.end.error is None:
+            if row.times and row.end is not None and row.end.error is None:
                 seconds = row.times[-1] - answer.begun
                 self._whole.observe(seconds)
                 self.mean_seconds += 0.1 * (seconds - self.mean_seconds)

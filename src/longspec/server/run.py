@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import sys
@@ -32,6 +33,11 @@ _MOST_HEAD = 1_000_000
 # Seconds that a connection may be idle: longer than clients and proxies keep theirs, so that the server never
 # closes a connection while a client sends a request.
 _KEEP_ALIVE = 75
+# Seconds after which the system ends a connection whose client reads nothing. Without it, a closed connection
+# would wait for such a client as long as the client lives.
+_UNREAD = 120
+# Seconds for telling clients that their answers will not be finished.
+_LAST_WORDS = 2
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -46,6 +52,8 @@ def bind(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = found[0]
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; connections inherit it
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD)
     try:
         made.bind(address)
     except OSError as error:
@@ -120,7 +128,7 @@ class FrontServer(uvicorn.Server):
     """Listens, calls `on_ready`, and ends at a signal or when the engine's process is gone."""
 
     def __init__(self, service: Service, options: FrontOptions, on_ready: Callable[[], None]) -> None:
-        self._on_ready = on_ready
+        self._link, self._grace_seconds, self._on_ready = service.link, options.grace_seconds, on_ready
         super().__init__(
             uvicorn.Config(
                 make_app(service, options.api_keys, self.end),
@@ -129,7 +137,7 @@ class FrontServer(uvicorn.Server):
                 access_log=False,
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE,
-                timeout_graceful_shutdown=options.grace_seconds,
+                timeout_graceful_shutdown=options.grace_seconds + _LAST_WORDS,
                 server_header=False,
                 lifespan="on",
             )
@@ -138,6 +146,10 @@ class FrontServer(uvicorn.Server):
     def end(self) -> None:
         """Accept no more requests, and end when the running ones are answered."""
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(self._grace_seconds, self._link.end_all)
+        await super().shutdown(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

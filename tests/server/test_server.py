@@ -507,6 +507,25 @@ def test_a_failing_engine_is_told_and_gets_over_it(
     assert httpx.get(f"{server.address}/health").status_code == 200
 
 
+def test_tokens_are_counted_while_they_come(tiny_server: Callable[..., Live]) -> None:
+    server = tiny_server()
+
+    def counted() -> int:
+        told = httpx.get(f"{server.address}/metrics").text
+        (value,) = re.findall(r"^longspec:generation_tokens_total\{[^}]*\} (\S+)$", told, re.M)
+        return int(float(value))
+
+    options: Any = {"model": server.model.name, "prompt": "word", "max_tokens": 1500, "stream": True}
+    options["extra_body"] = {"ignore_eos": True, "method": "vanilla"}
+    with server.client().completions.create(**options) as stream:
+        next(stream)
+        assert soon(lambda: 0 < counted() < 1500)
+        assert server.service.num_open == 1
+        list(stream)
+    assert soon(lambda: counted() == 1500)
+    assert counted() == 1500
+
+
 def test_metrics_have_the_names_that_dashboards_know(server: Live, client: OpenAI) -> None:
     client.chat.completions.create(model=MODEL, messages=STORY, max_tokens=12, extra_body={"method": "seq"})
     told = httpx.get(f"{server.address}/metrics").text

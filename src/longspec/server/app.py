@@ -116,7 +116,9 @@ class _Front:
         )
 
     async def metrics(self, _: Request) -> Response:
-        told = self._service.metrics.told(await self._service.link.status())
+        link, metrics = self._service.link, self._service.metrics
+        metrics.count(link.rows)
+        told = metrics.told(await link.status())
         return Response(told, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def tell_error(self, _: Request, error: Exception) -> Response:

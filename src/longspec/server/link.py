@@ -31,6 +31,11 @@ class Link:
     def num_open(self) -> int:
         return len(self._open)
 
+    @property
+    def rows(self) -> list[Row]:
+        """The rows that the engine is answering."""
+        return [row for row, _ in self._open.values()]
+
     async def connect(self, on_lost: Callable[[], None]) -> None:
         """Start reading; `on_lost` is called when the engine's process is gone."""
         reader, self._writer = await asyncio.open_connection(sock=self._sock, limit=1 << 20)

@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from longspec.server.answer import Answer, Speculation
-from longspec.server.wire import Status
+from longspec.server.wire import Row, Status
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _SHORT = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.125, 0.25, 0.5, 1, 2.5)
@@ -52,13 +52,19 @@ class Metrics:
         self.mean_seconds = 1.0
         """A moving average over recent requests."""
 
+    def count(self, rows: Iterable[Row]) -> None:
+        """Count the tokens of answers that have come since the last call."""
+        for row in rows:
+            self._generated.inc(len(row.tokens) - row.num_counted)
+            row.num_counted = len(row.tokens)
+
     def note(self, answer: Answer) -> None:
         """Count an answer that is complete, or whose client has left."""
+        self.count(choice.row for choice in answer.choices)
         found = Speculation()
         for choice in answer.choices:
             row = choice.row
             self._success.labels(self._name, choice.finish_reason or "abort").inc()
-            self._generated.inc(len(row.tokens))
             found.add(row)
             if row.tokens:
                 self._first.observe(row.times[0] - answer.begun)

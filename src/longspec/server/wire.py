@@ -103,6 +103,8 @@ class Row:
     logprobs: list[Logprobs] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     """When messages about it came."""
+    num_counted: int = 0
+    """Tokens that the metrics have counted."""
     end: End | None = None
 
     @property

@@ -110,6 +110,14 @@ def test_the_page(server: Live, browser: webdriver.Chrome, tmp_path: Path) -> No
     page.wait(".message:nth-child(6) .figures", "stopped", 10)
     WebDriverWait(browser, 10).until(lambda _: server.is_idle)
 
+    # A request that fails: the question is in its box again, and no answer is there.
+    page.put("max-tokens", "90000")
+    page.ask("How far is the moon?")
+    page.wait("#problem", "context holds")
+    assert browser.find_element(By.ID, "prompt").get_property("value") == "How far is the moon?"
+    assert len(browser.find_elements(By.CSS_SELECTOR, ".message")) == 6
+    browser.get_log("browser")  # the refusal is no error of the page
+
     # Race: the same words, one after the other.
     page.put("temperature", "0.5")
     browser.find_element(By.ID, "clear").click()

@@ -198,26 +198,33 @@ async function exclusively(work) {
   }
 }
 
-function takeQuestion() {
+// Takes the question from its box; after a failure it is there again.
+const asking = (work) => exclusively(async (signal) => {
   const question = $("prompt").value.trim();
-  if (question) $("prompt").value = "";
-  return question;
-}
-
-const send = () => exclusively(async (signal) => {
-  const question = takeQuestion();
   if (!question) return;
+  $("prompt").value = "";
+  try {
+    await work(question, signal);
+  } catch (error) {
+    $("prompt").value ||= question;
+    throw error;
+  }
+});
+
+const send = () => asking(async (question, signal) => {
   const body = bodyFor(question);
   const conversation = messages; // another one may have begun when the answer is there
-  bubble("user", question);
-  const tally = await stream(body, ...bubble("assistant", ""), signal);
+  const asked = bubble("user", question);
+  const answer = bubble("assistant", "");
+  const tally = await stream(body, ...answer, signal).catch((error) => {
+    if (!answer[0].textContent) for (const [paragraph] of [asked, answer]) paragraph.parentElement.remove();
+    throw error;
+  });
   conversation.push({ role: "user", content: question }, { role: "assistant", content: tally.text });
 });
 
 // One after the other, because side by side each would slow the other down.
-const race = () => exclusively(async (signal) => {
-  const question = takeQuestion();
-  if (!question) return;
+const race = () => asking(async (question, signal) => {
   const body = bodyFor(question);
   $("race").hidden = false;
   $("race-question").textContent = question;

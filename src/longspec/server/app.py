@@ -131,7 +131,8 @@ class _Front:
         assert isinstance(error, HTTPException)
         known = error.status_code < 500
         message = f"there is no {request.method} {request.url.path[:100]}" if known else error.detail
-        return await self.tell_error(request, ApiError(error.status_code, message, "unknown_url"))
+        refusal = ApiError(error.status_code, message, "unknown_url", headers=error.headers)
+        return await self.tell_error(request, refusal)
 
     async def tell_fault(self, request: Request, _: Exception) -> Response:
         """Answer a request that hit a bug; the log has the details."""

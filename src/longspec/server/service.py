@@ -123,7 +123,7 @@ class Service:
         what is left."""
         begun = time.perf_counter()
         self._check_model(asked)
-        self._check_room(asked.num_answers)
+        self._check_room(asked)
         worker = self._workers[asked.prompt_size + asked.schema_size > _SHORT]
         work = asyncio.get_running_loop().run_in_executor(worker, self._prepare, asked)
         self._num_coming += asked.num_answers
@@ -168,13 +168,13 @@ class Service:
             message = f"the model {asked.model[:100]!r} does not exist; this server has {name!r}"
             raise ApiError(404, message, "model_not_found", "model")
 
-    def _check_room(self, wanted: int) -> None:
+    def _check_room(self, asked: Asked) -> None:
         """Refuse a request if too many others wait."""
+        wanted = asked.num_answers
         most = self.facts.max_rows + self.limits.max_queue
         if wanted > most:
-            raise ApiError(
-                400, f"{wanted} answers are asked for; the queue holds {most}", "invalid_value", "n"
-            )
+            message = f"{wanted} answers are asked for; the queue holds {most}"
+            raise ApiError(400, message, "invalid_value", "n" if asked.n > most else "prompt")
         if self.num_open + wanted > most:
             seconds = max(1, math.ceil(self.metrics.mean_seconds))
             raise ApiError(

@@ -38,9 +38,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key-file", metavar="PATH", help="file with keys, one a line; requests without one are refused"
     )
     about = "answers that may wait beside those that run; more are refused with status 429"
-    add_number(group, "--max-queue", 256, about)
+    add_number(group, "--max-queue", 256, about, least=0)
     add_option(group, Option("max_seconds", float, 600.0, "longest time for a request", metavar="S"))
-    add_number(group, "--grace-seconds", 30, "at the end, time for the running answers to finish")
+    about = "at the end, time for the running answers to finish"
+    add_option(group, Option("grace_seconds", int, 30, about, least=0, metavar="S"))
+    group.add_argument(
+        "--served-model-name", nargs="+", default=[], metavar="NAME",
+        help="names that requests may give the model; answers have the first one (the target's name)",
+    )  # fmt: skip
     add_model_arguments(parser)
     add_method_arguments(parser)
 

@@ -71,7 +71,13 @@ def address_of(listener: socket.socket) -> str:
 
 
 def read_api_keys(path: str) -> list[str]:
-    keys = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    """The keys in a file, one a line; a line that begins with # is a comment."""
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"cannot read --api-key-file {shown(path)}: {reason}") from error
+    keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise UserError(f"{path} holds no key; write at least one line")
     return keys

@@ -381,7 +381,7 @@ def test_errors_are_what_openais_client_expects(server: Live, tiny_server: Calla
     client = server.client()
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=-3)
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
+    with pytest.raises(openai.NotFoundError, match=f"does not exist; this server has '{MODEL}'"):
         client.chat.completions.create(model="gpt-4", messages=QUESTION)
     unknown = httpx.get(f"{server.address}/v1/chat/completions")
     assert (unknown.status_code, unknown.headers["allow"]) == (405, "POST")

@@ -63,8 +63,9 @@ def _run(arguments: argparse.Namespace) -> int:
         model.engine.prepare(model.engine.scheduler.max_rows)
         return model
 
-    front = FrontOptions(limits, tuple(keys), method, arguments.grace_seconds)
-    serve(load_and_prepare, bind(arguments.host, arguments.port), front)
+    host, names = arguments.host, tuple(arguments.served_model_name)
+    front = FrontOptions(limits, tuple(keys), method, arguments.grace_seconds, host, names)
+    serve(load_and_prepare, bind(host, arguments.port), front)
     return 0
 
 

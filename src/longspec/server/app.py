@@ -93,14 +93,13 @@ class _Front:
 
     async def models(self, request: Request) -> Response:
         self._authorise(request)
-        return _json({"object": "list", "data": [self._service.about_model()]})
+        return _json({"object": "list", "data": [*map(self._service.about_model, self._service.names)]})
 
     async def model(self, request: Request) -> Response:
         self._authorise(request)
         name = request.path_params["name"]
-        if name != self._service.facts.name:
-            raise ApiError(404, f"the model {name[:100]!r} does not exist", "model_not_found", "model")
-        return _json(self._service.about_model())
+        self._service.check_model(name)
+        return _json(self._service.about_model(name))
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, ChatRequest)

@@ -93,6 +93,10 @@ class FrontOptions:
     """Options of the method, for requests that name none."""
     grace_seconds: int = 30
     """At shutdown, the time for running answers to finish."""
+    host: str = ""
+    """The name or address that the user gave to listen at."""
+    names: tuple[str, ...] = ()
+    """The names that requests may give the model, if not the target's."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -172,9 +176,9 @@ def run_front(link: socket.socket, listener: socket.socket, options: FrontOption
         return  # the model could not be loaded
     # A thread that tokenises a prompt waits several times for the event loop's thread, by default 5 ms each.
     sys.setswitchinterval(0.0005)
-    service = Service(facts, Link(link), options.method, options.limits)
-    address, has_key = address_of(listener), bool(options.api_keys)
-    FrontServer(service, options, lambda: print(_told(facts, address, has_key), flush=True)).run([listener])
+    service = Service(facts, Link(link), options.method, options.limits, options.names)
+    told = _told(facts, address_of(listener), bool(options.api_keys))
+    FrontServer(service, options, lambda: print(told, flush=True)).run([listener])
 
 
 def serve(load: Callable[[], LongSpec], listener: socket.socket, options: FrontOptions) -> None:

@@ -55,11 +55,20 @@ class Limits:
 class Service:
     """Answers checked requests, on the event loop of the front."""
 
-    def __init__(self, facts: Facts, link: Link, defaults: dict[str, Any], limits: Limits) -> None:
+    def __init__(
+        self,
+        facts: Facts,
+        link: Link,
+        defaults: dict[str, Any],
+        limits: Limits,
+        names: tuple[str, ...] = (),
+    ) -> None:
         self.facts, self.link, self.limits = facts, link, limits
         self.defaults = defaults
         """Options of the method, for requests that name none."""
-        self.metrics = Metrics(facts.name)
+        self.names = names or (facts.name,)
+        """The names that requests may give the model. Answers have the first one."""
+        self.metrics = Metrics(self.names[0])
         self._num_coming = 0
         """Sequences whose prompts are being tokenised."""
         self.is_failing = False
@@ -89,13 +98,14 @@ class Service:
         """Sequences that were accepted and have not ended."""
         return self._num_coming + self.link.num_open
 
-    def about_model(self) -> dict[str, Any]:
+    def about_model(self, name: str) -> dict[str, Any]:
         facts = self.facts
         return {
-            "id": facts.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "longspec",
+            "root": facts.name,
             "max_model_len": facts.maker.max_length,
             "draft": facts.draft_name,
             "device": facts.device,
@@ -122,7 +132,7 @@ class Service:
         """Ask the engine to answer a request. The answer fills up while the context lasts; its end cancels
         what is left."""
         begun = time.perf_counter()
-        self._check_model(asked)
+        self.check_model(asked.model)
         self._check_room(asked)
         worker = self._workers[asked.prompt_size + asked.schema_size > _SHORT]
         work = asyncio.get_running_loop().run_in_executor(worker, self._prepare, asked)
@@ -133,7 +143,7 @@ class Service:
             raise ApiError(400, str(error), "invalid_value") from error
         finally:
             self._num_coming -= asked.num_answers
-        answer = Answer(asked, [], self.facts.name, self._spelled, begun)
+        answer = Answer(asked, [], self.names[0], self._spelled, begun)
 
         def on_news(row: Row) -> None:
             if row.end is not None or (asked.stream and len(row.times) == 1):
@@ -162,10 +172,11 @@ class Service:
             self.is_failing = False
         self.metrics.note(answer)
 
-    def _check_model(self, asked: Asked) -> None:
-        name = self.facts.name
-        if asked.model is not None and asked.model != name:
-            message = f"the model {asked.model[:100]!r} does not exist; this server has {name!r}"
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not here."""
+        if name is not None and name not in self.names:
+            there = ", ".join(map(repr, self.names))
+            message = f"the model {name[:100]!r} does not exist; this server has {there}"
             raise ApiError(404, message, "model_not_found", "model")
 
     def _check_room(self, asked: Asked) -> None:

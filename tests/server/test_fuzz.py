@@ -85,7 +85,7 @@ def broken(chance: random.Random, path: str) -> bytes:
 
 def send_raw(server: Live, chance: random.Random) -> bytes:
     """What comes back for bytes that are hardly HTTP."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     raw = bytearray(head + b"Content-Length: 9\r\n\r\n")
     for _ in range(chance.randint(1, 6)):
         raw[chance.randrange(len(raw))] = chance.randrange(256)

@@ -28,7 +28,7 @@ from openai import OpenAI
 from longspec import LongSpec
 from longspec.cli.main import main
 from longspec.server.service import Limits
-from tests.server.live import Live, live
+from tests.server.live import Live, live, soon
 
 MODEL = "smollm2-135m"
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
@@ -45,30 +45,6 @@ def server(_loaded: LongSpec) -> Iterator[Live]:
 @pytest.fixture(scope="module")
 def client(server: Live) -> OpenAI:
     return server.client()
-
-
-@pytest.fixture
-def tiny_server(tiny_folder: Path) -> Iterator[Callable[..., Live]]:
-    """Starts servers of the tiny target, which answers one sequence at a time."""
-    model = LongSpec.from_pretrained(
-        str(tiny_folder), dtype="float32", device="cpu", calibrate=False, max_rows=1
-    )
-    stack = []
-
-    def start(*arguments: Any, **options: Any) -> Live:
-        stack.append(live(model, *arguments, **options))
-        return stack[-1].__enter__()
-
-    yield start
-    for one in stack:
-        one.__exit__(None, None, None)
-
-
-def soon(is_so: Callable[[], bool], seconds: float = 5.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not is_so():
-        time.sleep(0.01)
-    return is_so()
 
 
 def test_the_words_are_those_of_generate_whoever_else_is_served(server: Live, client: OpenAI) -> None:
@@ -411,7 +387,7 @@ def test_a_client_that_goes_away_frees_its_slot(server: Live, stream: bool) -> N
     with socket.create_connection((host, int(port))) as link:
         text = json.dumps(body)
         link.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             + f"Content-Length: {len(text)}\r\n\r\n{text}".encode()
         )
         if stream:
@@ -429,10 +405,11 @@ def test_a_client_that_goes_away_frees_its_slot(server: Live, stream: bool) -> N
 def test_a_head_without_end_is_refused(server: Live) -> None:
     host, port = server.address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as link:
-        link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nA: ")
+        link.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: ")
         with pytest.raises(ConnectionError):
             link.sendall(b"a" * 65_536_000)
-    ask = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    ask = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    ask += b"2\r\n{}\r\n0\r\n"
     for trailer in (b"a" * 10_000, b"A: " + b"a" * 1000 + b"\r\n"):
         with socket.create_connection((host, int(port)), timeout=60) as link:
             link.sendall(ask)

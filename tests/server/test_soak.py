@@ -86,7 +86,7 @@ class Crowd:
         """Reset the connection, in the middle of the body or of the answer."""
         host, port = self.server.address.removeprefix("http://").split(":")
         text = json.dumps(body | {"max_tokens": 400, "stream": chance.random() < 0.5}).encode()
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(text)}"
         with socket.create_connection((host, int(port)), timeout=60) as link:
             link.sendall(head.encode() + b"\r\n\r\n" + text[: chance.choice((10, len(text)))])

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from longspec import __version__
 from longspec.server.answer import Answer
 from longspec.server.errors import ApiError, refused
+from longspec.server.local import OnlyLocal
 from longspec.server.schema import Asked, ChatRequest, CompletionRequest
 from longspec.server.service import Service
 
@@ -43,9 +45,11 @@ _PAGE = {
 _LAST_WORDS = 2.0
 
 
-def make_app(service: Service, api_keys: Sequence[str], on_lost: Callable[[], None]) -> Starlette:
+def make_app(
+    service: Service, api_keys: Sequence[str], on_lost: Callable[[], None], only_host: str | None
+) -> Starlette:
     """The whole server. Without keys, every client is answered. `on_lost` is called when the engine's process
-    is gone."""
+    is gone. Unless `only_host` is None, requests must be for this machine, as a local name or as that one."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -71,7 +75,8 @@ def make_app(service: Service, api_keys: Sequence[str], on_lost: Callable[[], No
         HTTPException: front.tell_http_error,
         Exception: front.tell_fault,
     }
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    guards = [] if only_host is None else [Middleware(OnlyLocal, only_host, front.tell_error)]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=guards)
 
 
 def _file(content: bytes, kind: str) -> Any:

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def read_api_keys(path: str) -> list[str]:
         raise UserError(f"cannot read --api-key-file {shown(path)}: {reason}") from error
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise UserError(f"{path} holds no key; write at least one line")
+        raise UserError(f"--api-key-file {shown(path)} holds no key; write at least one line")
     return keys
 
 
@@ -137,11 +138,14 @@ class BoundedProtocol(HttpToolsProtocol):
 class FrontServer(uvicorn.Server):
     """Listens, calls `on_ready`, and ends at a signal or when the engine's process is gone."""
 
-    def __init__(self, service: Service, options: FrontOptions, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, service: Service, listener: socket.socket, options: FrontOptions, on_ready: Callable[[], None]
+    ) -> None:
         self._link, self._grace_seconds, self._on_ready = service.link, options.grace_seconds, on_ready
+        is_local = ip_address(listener.getsockname()[0]).is_loopback and not options.api_keys
         super().__init__(
             uvicorn.Config(
-                make_app(service, options.api_keys, self.end),
+                make_app(service, options.api_keys, self.end, options.host if is_local else None),
                 http=BoundedProtocol,
                 log_level="error",  # malformed requests are not logged
                 access_log=False,
@@ -178,7 +182,7 @@ def run_front(link: socket.socket, listener: socket.socket, options: FrontOption
     sys.setswitchinterval(0.0005)
     service = Service(facts, Link(link), options.method, options.limits, options.names)
     told = _told(facts, address_of(listener), bool(options.api_keys))
-    FrontServer(service, options, lambda: print(told, flush=True)).run([listener])
+    FrontServer(service, listener, options, lambda: print(told, flush=True)).run([listener])
 
 
 def serve(load: Callable[[], LongSpec], listener: socket.socket, options: FrontOptions) -> None:

@@ -108,3 +108,8 @@ def test_no_two_public_classes_have_one_name() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
     assert [name for name in set(names) if names.count(name) > 1] == []
+
+
+def test_a_draft_is_exported_and_drawn_without_what_training_needs() -> None:
+    extra = ("hydra", "omegaconf", "deepspeed", "datasets", "zstandard", "tensorboard", "matplotlib")
+    assert newly_imported(extra, "import longspec.train.export, longspec.train.report") == []

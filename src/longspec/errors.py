@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 Entry = TypeVar("Entry")
 
+# How an error says to install what training needs.
+INSTALL_TRAINING = "pip install '.[train]'"
 # An error shows this many characters of a bad value.
 _LONGEST = 120
 

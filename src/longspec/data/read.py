@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from longspec.data.inputs import InputFile
-from longspec.errors import UserError, reason_of
+from longspec.errors import INSTALL_TRAINING, UserError, reason_of
 
 _BLOCK = 1 << 20
 _CHUNK_BYTES = 1 << 20
@@ -192,7 +192,7 @@ def _need(module: str, path: Path) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise UserError(f"reading {path} needs {module}: pip install 'longspec[train]'") from error
+        raise UserError(f"reading {path} needs {module}: {INSTALL_TRAINING}") from error
 
 
 def _size(row: dict[str, Any]) -> int:

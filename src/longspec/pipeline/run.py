@@ -33,7 +33,7 @@ from longspec.data.options import SynthesisOptions
 from longspec.data.shards import is_finished, read_info
 from longspec.data.synthesize import Writer, synthesize
 from longspec.data.work import locked
-from longspec.errors import UserError, check_same
+from longspec.errors import INSTALL_TRAINING, UserError, check_same
 from longspec.models.draft_files import read_draft_config
 from longspec.models.files import read_config
 from longspec.models.placement import gigabytes, pick_device, pick_dtype
@@ -335,7 +335,7 @@ def _check_installed() -> None:
     """Refuse to begin if a package for a later phase is missing."""
     missing = [name for name in ("hydra", "deepspeed") if find_spec(name) is None]
     if missing:
-        raise UserError(f"training needs {' and '.join(missing)}: pip install 'longspec[train]'")
+        raise UserError(f"training needs {' and '.join(missing)}: {INSTALL_TRAINING}")
 
 
 def _check_disk(folder: Path, needed: int) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longspec.errors import UserError
+from longspec.errors import INSTALL_TRAINING, UserError
 from longspec.records import read_yaml
 
 
@@ -131,7 +131,7 @@ def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> A
         from hydra.errors import HydraException
         from omegaconf.errors import OmegaConfBaseException
     except ImportError as error:
-        raise UserError(f"training needs Hydra: pip install 'longspec[train]' ({error})") from error
+        raise UserError(f"training needs Hydra: {INSTALL_TRAINING} ({error})") from error
     from longspec.train.schema import TrainSettings
 
     ConfigStore.instance().store(name="schema", node=TrainSettings)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspec.errors import UserError, reason_of, shown
+from longspec.errors import INSTALL_TRAINING, UserError, reason_of, shown
 from longspec.models.draft import GlideDraft
 from longspec.models.target import Transformer
 from longspec.train.parallel import check_tp, split_target
@@ -264,7 +264,7 @@ def _deepspeed() -> Any:
     try:
         import deepspeed
     except ImportError as error:
-        raise UserError(f"training needs DeepSpeed: pip install 'longspec[train]' ({error})") from error
+        raise UserError(f"training needs DeepSpeed: {INSTALL_TRAINING} ({error})") from error
     # DeepSpeed's shared-memory transport for CPUs takes over a minute to compile; gloo is enough.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -26,8 +26,7 @@ from longspec.models.placement import pick_device, pick_dtype
 from longspec.records import read_yaml
 from longspec.train.checkpoints import newest_of, read_state, stage_runs
 from longspec.train.report import read_metrics
-from longspec.train.schema import RunSettings
-from longspec.train.trainer import CONFIG, read_settings
+from longspec.train.run_settings import CONFIG, RunSettings, read_settings
 
 TRAINING = "training.yaml"
 _PRIVATE = ("run", "resume", "saving", "logger", "stages")

@@ -8,13 +8,15 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from longspec.atomic import write_whole
-from longspec.errors import UserError
+from longspec.errors import INSTALL_TRAINING, UserError
 from longspec.progress import rich_bar
 from longspec.train.checkpoints import stage_runs
-from longspec.train.schema import LoggerSettings
+
+if TYPE_CHECKING:
+    from longspec.train.schema import LoggerSettings
 
 Values = dict[str, Any]
 METRICS = "metrics.jsonl"
@@ -75,7 +77,7 @@ class WandB:
         try:
             import wandb
         except ImportError as error:
-            raise UserError(f"logger.wandb needs: pip install 'longspec[wandb]' ({error})") from error
+            raise UserError(f"logger.wandb needs: pip install '.[wandb]' ({error})") from error
         self._run = wandb.init(
             project=settings.project,
             name=run.name,
@@ -164,7 +166,7 @@ def plot(run: Path, output: Path | None = None) -> Path:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError(f"plotting needs: pip install 'longspec[train]' ({error})") from error
+        raise UserError(f"plotting needs: {INSTALL_TRAINING} ({error})") from error
     runs = [(folder, read_metrics(folder / METRICS)) for folder in stage_runs(run)]
     if not any(lines for _, lines in runs):
         raise UserError(f"{run} has no {METRICS} with figures: is it the folder of a run?")

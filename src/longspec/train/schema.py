@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
-from pydantic import ConfigDict, with_config
-from typing_extensions import TypedDict
 
 
 @dataclass
@@ -167,39 +165,3 @@ class TrainSettings:
     deepspeed: DeepSpeedSettings = field(default_factory=DeepSpeedSettings)
     stages: dict[str, list[str]] = field(default_factory=dict)
     """What `stage=all` runs, one after the other: the name of each stage and its overrides."""
-
-
-_MORE = with_config(ConfigDict(extra="allow"))
-
-
-@_MORE
-class _Target(TypedDict):
-    path: str
-    dtype: str
-
-
-@_MORE
-class _Draft(TypedDict):
-    path: str | None
-
-
-@_MORE
-class _Stage(TypedDict):
-    name: str
-    seq_length: int
-    lr: float
-
-
-@_MORE
-class _Data(TypedDict):
-    train: list[str]
-
-
-@_MORE
-class RunSettings(TypedDict):
-    """The settings in a run's config.yaml that other code reads; the others are only compared."""
-
-    target: _Target
-    draft: _Draft
-    stage: _Stage
-    data: _Data

@@ -22,7 +22,7 @@ from longspec.errors import UserError, check_same
 from longspec.models.draft import GlideDraft
 from longspec.models.draft_files import Fingerprint, save_draft
 from longspec.models.placement import free_memory
-from longspec.records import as_record, read_yaml
+from longspec.records import as_record
 from longspec.train import checkpoints, evaluate
 from longspec.train.build import Parts, build
 from longspec.train.compiled import compile_layers
@@ -32,10 +32,10 @@ from longspec.train.losses import LossShares, one_chunk
 from longspec.train.memory import fitting_micro_batch, must_recompute
 from longspec.train.objective import Objective
 from longspec.train.report import Logger, make_loggers, training_bar
+from longspec.train.run_settings import CONFIG, read_settings
 from longspec.train.samples import Order
-from longspec.train.schema import RunSettings, StageSettings, TrainSettings
+from longspec.train.schema import StageSettings, TrainSettings
 
-CONFIG = "config.yaml"
 # Settings that may change when a run is resumed, because they do not change the weights.
 _FREE = ("run", "resume", "evaluation", "saving", "logger", "stages")
 
@@ -109,13 +109,6 @@ def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
     now: Any = OmegaConf.to_container(config, resolve=True)
     fixed = [name for name in now if name not in _FREE]
     check_same(run, {name: before.get(name) for name in fixed}, {name: now[name] for name in fixed})
-
-
-def read_settings(run: Path) -> RunSettings:
-    found = read_yaml(run / CONFIG, RunSettings)
-    if len(found) != 1:
-        raise UserError(f"cannot read {run / CONFIG}: it has {len(found)} documents; one is needed")
-    return found[0]
 
 
 class Trainer:

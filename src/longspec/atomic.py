@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from longspec.errors import UserError
+
 # How the name of a file or folder begins that is being written.
 _WRITING = ".writing-"
 
@@ -28,7 +30,8 @@ def write_whole(path: Path, data: bytes) -> None:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename, error.filename2 = str(path), None  # not the temporary name, or none at all
+            # Names the file; without this it is the temporary name, or none at all.
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
@@ -49,6 +52,30 @@ def clear_unfinished(folder: Path) -> None:
     """Remove what processes left that were killed while they wrote something in this folder."""
     for leftover in folder.glob(f"{_WRITING}*"):
         _remove(leftover)
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether a folder does not exist yet, or has only what killed processes left."""
+    return not folder.exists() or all(one.name.startswith(_WRITING) for one in folder.iterdir())
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse the path of a folder if a file is in its way."""
+    for place in (folder, *folder.parents):
+        if place.is_dir():
+            return
+        if place.exists():
+            raise UserError(f"{place} is a file; name a folder that is new or empty")
+
+
+def check_file(path: Path) -> None:
+    """Refuse the path of a file that cannot be written, before the work for it begins."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise UserError(f"there is no folder {path.parent}; make it, or name another file than {path}")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"cannot write to {path.parent}; name another file than {path}")
 
 
 def _remove(path: Path) -> None:

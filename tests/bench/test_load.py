@@ -50,6 +50,11 @@ def test_rates_and_shares_from_the_command_line(
     assert "all at once" in said
     assert "(50%)" in said
     assert "No request starved" in said
+    for place, told in ((tmp_path / "none" / "x.json", "there is no folder"), (tmp_path, "is a folder")):
+        assert main([*flags, "--rates", "40", "--output", str(place)]) == 2
+        refused = capsys.readouterr()
+        assert told in refused.err
+        assert refused.out == "", "before anything is measured"
     assert main([*flags, "--rates", "0"]) == 2
     assert "rates are [0.0]; each must be above 0" in capsys.readouterr().err
 

@@ -162,6 +162,9 @@ def test_a_full_disk_keeps_what_is_finished(prompts: Path, tiny_folder: Path, tm
         (("--workload", "EMPTY"), "empty.jsonl: it is empty"),
         (("--workload", "BAD"), "line 2: needs a text 'prompt'"),
         (("--workload", "text:2040"), "too long: with 10 new tokens the shortest takes 2050"),
+        (("--output", "model"), "model is not empty and has no run.json of longspec bench"),
+        (("--output", "empty.jsonl/run"), "empty.jsonl is a file; name a folder"),
+        (("--output", ""), "the path is empty"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(
@@ -171,12 +174,15 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "Hi"}\n{"turns": []}\n')
     files = {"EMPTY": str(tmp_path / "empty.jsonl"), "BAD": str(tmp_path / "bad.jsonl")}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     arguments = ("--max-new-tokens", "10", "--target", str(tiny_folder), "--methods", "lookup")
     assert exit_code(["bench", "generate", *arguments, flags[0], files.get(flags[1], flags[1])]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert told in line
     assert not (tmp_path / "outputs").exists()
+    assert [one.name for one in (tmp_path / "model").iterdir()] == ["config.json"]
 
 
 def test_batches_run_side_by_side_and_say_the_same(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from longspec.atomic import write_whole
 from longspec.native.build import library
 from tests.cli.run import exit_code
 from tests.robustness.jobs import Job, make_jobs
@@ -91,3 +92,9 @@ def test_it_is_named_and_nothing_half_written_stays(
         for file, content in expected.items():
             assert found[file] == content, file
     assert refused > 2
+
+
+def test_an_error_names_the_file_alone(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as found:
+        write_whole(tmp_path / "none" / "x.json", b"")
+    assert str(found.value) == f"[Errno 2] No such file or directory: '{tmp_path}/none/x.json'"

@@ -358,6 +358,8 @@ def test_the_stages_of_the_shipped_draft(
         ("draft.path=/nowhere", "no draft '/nowhere'"),
         ("resume=yes", "latest"),
         ("logger.wandb=sometimes", "online, offline or disabled"),
+        ("run=HOME/data/dataset.json", "dataset.json is a file; name a folder that is new or empty"),
+        ("run=HOME/target", "target is not empty and has no run: give another run=FOLDER"),
     ],
 )
 def test_bad_settings_are_named(

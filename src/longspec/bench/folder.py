@@ -10,7 +10,7 @@ from typing import Annotated, Any, NotRequired, cast
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from longspec.atomic import clear_unfinished, write_whole
+from longspec.atomic import check_folder, clear_unfinished, is_empty, write_whole
 from longspec.errors import UserError, check_same
 from longspec.records import parse_record, read_record
 
@@ -85,19 +85,25 @@ def row_key(row: Row) -> tuple[str, str, str, float, int]:
     return row["workload"], row["item"], row["method"], row["temperature"], row["repeat"]
 
 
+def check_place(path: Path) -> None:
+    """Refuse a folder that has something, but no run of `longspec bench`."""
+    check_folder(path)
+    if not (path / RUN).exists() and not is_empty(path):
+        raise UserError(f"{path} is not empty and has no {RUN} of longspec bench: name another folder")
+
+
 class RunFolder:
     """A run that can be resumed: opened again with the same `facts`, it has the finished rows."""
 
     def __init__(self, path: Path, facts: dict[str, Any], about: dict[str, Any]) -> None:
         """`facts` must be equal for a run to be resumed; `about` is written once, when the run begins."""
         self.path = path
+        check_place(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             clear_unfinished(path)
             if (path / RUN).exists():
                 check_same(path, read_record(path / RUN, RunRecord)["facts"], facts)
-            elif (path / ROWS).exists():
-                raise UserError(f"{path} has {ROWS} but no {RUN}: it is not the folder of a run")
             else:
                 write_whole(path / RUN, json.dumps({"facts": facts, **about}, indent=1).encode() + b"\n")
             self.rows, self._size = _read_rows(path / ROWS)

@@ -211,6 +211,13 @@ def _num_bytes(text: str) -> int:
     return int(float(found[1]) * base ** (" kmgt".index(found[2][:1] or " ")))
 
 
+def given_path(text: str) -> Path:
+    """A path, for argparse. An empty one would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; name a file or a folder")
+    return Path(text)
+
+
 def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """The values of those flags that have one of these names."""
     known = set(names)

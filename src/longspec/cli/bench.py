@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspec.bench.settings import RunSetting
-from longspec.cli.arguments import add_model_arguments, add_number, add_option, add_options, load
+from longspec.cli.arguments import add_model_arguments, add_number, add_option, add_options, given_path, load
 from longspec.cli.bench_load import LOAD
 from longspec.cli.command import Command, add_commands
 from longspec.cli.terminal import printable
@@ -54,7 +54,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "JSONL file with `prompt` or `turns`; repeatable (default: builtin)",
     )
     parser.add_argument(
-        "--data", type=Path, metavar="FOLDER", help="has TASK.jsonl of LongBench and aime.jsonl"
+        "--data", type=given_path, metavar="FOLDER", help="has TASK.jsonl of LongBench and aime.jsonl"
     )
     add_options(parser, RunSetting, "limit", "batch")
     _add_methods(parser)
@@ -94,7 +94,7 @@ def _add_published(parser: argparse.ArgumentParser, model: str, max_gen_len: int
     parser.add_argument(
         "--data_path_prefix",
         dest="data",
-        type=Path,
+        type=given_path,
         metavar="FOLDER",
         help="has the data (default: from the hub)",
     )
@@ -135,6 +135,7 @@ def _add_run(parser: argparse.ArgumentParser, max_new_tokens: int, repeats: int)
     parser.add_argument("--assistant", metavar="MODEL", help="with --baseline hf: for its assisted decoding")
     parser.add_argument(
         "--output",
+        type=given_path,
         metavar="RUN",
         help="the run's folder; an unfinished run continues (default: a new one in outputs/)",
     )
@@ -214,7 +215,7 @@ def _settings(
 
 
 def _bench(arguments: argparse.Namespace, settings: RunSetting, workloads: Workloads) -> int:
-    from longspec.bench.folder import read_run
+    from longspec.bench.folder import check_place, read_run
     from longspec.bench.hf import Transformers, baselines
     from longspec.bench.plots import can_draw
     from longspec.bench.report import markdown
@@ -222,7 +223,8 @@ def _bench(arguments: argparse.Namespace, settings: RunSetting, workloads: Workl
     from longspec.hub import resolve
 
     name = f"bench-{arguments.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
-    output = Path(arguments.output or Path("outputs") / name)
+    output = arguments.output or Path("outputs") / name
+    check_place(output)
     model = load(arguments, settings.uses_auto, settings.batch)
     chosen = workloads(model)
     others: list[Transformers] = []
@@ -283,10 +285,10 @@ def _show(figures: Sequence[Figures], run: dict[str, Any]) -> None:
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of `longspec bench`")
+    parser.add_argument("runs", nargs="+", type=given_path, metavar="RUN", help="folders of `longspec bench`")
     parser.add_argument(
         "--output",
-        type=Path,
+        type=given_path,
         metavar="FILE",
         help="the page to write (default: report.html in the first run)",
     )
@@ -304,9 +306,9 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _add_acceptance(parser: argparse.ArgumentParser) -> None:
     about = "folders of `longspec bench`, with this draft"
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=about)
+    parser.add_argument("runs", nargs="+", type=given_path, metavar="RUN", help=about)
     about = "whose config and card are updated"
-    parser.add_argument("--draft", required=True, type=Path, metavar="FOLDER", help=about)
+    parser.add_argument("--draft", required=True, type=given_path, metavar="FOLDER", help=about)
 
 
 def _acceptance(arguments: argparse.Namespace) -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longspec.bench.settings import LoadSetting
-from longspec.cli.arguments import add_model_arguments, add_options, given, load
+from longspec.cli.arguments import add_model_arguments, add_options, given, given_path, load
 from longspec.cli.command import Command
 from longspec.cli.terminal import printable
 from longspec.option import options_of
@@ -21,32 +20,34 @@ if TYPE_CHECKING:
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add_options(parser.add_mutually_exclusive_group(), LoadSetting, "rates", "shares")
     parser.add_argument("--workload", default="builtin", metavar="NAME", help="as for bench generate")
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="as for bench generate")
+    parser.add_argument("--data", type=given_path, metavar="FOLDER", help="as for bench generate")
     add_options(parser, LoadSetting, "requests", "max_new_tokens", "method", "temperature", "seed")
-    parser.add_argument("--output", metavar="FILE", help="write the JSON to this file too")
+    parser.add_argument("--output", type=given_path, metavar="FILE", help="write the JSON to this file too")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_model_arguments(parser)
 
 
 def _load(arguments: argparse.Namespace) -> int:
-    from longspec.atomic import write_whole
+    from longspec.atomic import check_file, write_whole
     from longspec.bench.catalogue import check_name, load_workload
     from longspec.bench.load import measure_load
     from longspec.bench.workloads import fitting
 
     check_name(arguments.workload)
     setting = LoadSetting(**given(arguments, options_of(LoadSetting)))
+    if arguments.output:
+        check_file(arguments.output)
     model = load(arguments, calibrate=setting.uses_auto)
     workload = load_workload(arguments.workload, model, arguments.data)
     workload = fitting(workload, model, setting.max_new_tokens)
     found = measure_load(model, workload, setting, progress=True)
     text = json.dumps(asdict(found))
-    if arguments.output:
-        write_whole(Path(arguments.output), text.encode() + b"\n")
     if arguments.json:
         print(text)
     else:
         _show_load(found)
+    if arguments.output:  # after printing: if this fails, the figures are not lost
+        write_whole(arguments.output, text.encode() + b"\n")
     return 0
 
 

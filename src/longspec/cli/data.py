@@ -7,10 +7,9 @@ import json
 import os
 import sys
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longspec.cli.arguments import add_number, add_option, add_options, add_target, given
+from longspec.cli.arguments import add_number, add_option, add_options, add_target, given, given_path
 from longspec.cli.command import Command, add_commands
 from longspec.cli.synthesize import SYNTHESIZE
 from longspec.cli.terminal import in_colour, printable
@@ -79,7 +78,9 @@ _COLOURS = {"PAD": "90", "PROMPT": "36", "REASONING": "33", "TEXT": "0"}
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files and folders, read in this order")
-    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="where the dataset goes")
+    parser.add_argument(
+        "-o", "--output", required=True, type=given_path, metavar="FOLDER", help="where the dataset goes"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON object")
     add_target(parser.add_argument_group("tokenizer (the target's weights are not needed)"))
     group = parser.add_argument_group("records")
@@ -106,7 +107,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
     from longspec.data.prepare import prepare
 
     own = given(arguments, (field.name for field in fields(PrepareOptions)))
-    own |= {"inputs": tuple(arguments.inputs), "folder": Path(os.path.expanduser(arguments.output))}
+    own |= {"inputs": tuple(arguments.inputs), "folder": arguments.output.expanduser()}
     own |= {"renames": tuple(arguments.rename), "aligners": tuple(arguments.align)}
     options = PrepareOptions(**own)
     summary = prepare(options, progress=True)
@@ -143,7 +144,7 @@ def _tell(summary: PrepareSummary) -> None:
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", help="a finished dataset")
+    parser.add_argument("folder", type=given_path, metavar="FOLDER", help="a finished dataset")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -151,12 +152,14 @@ def _info(arguments: argparse.Namespace) -> int:
     from longspec.data.shards import Dataset
     from longspec.data.survey import survey
 
-    found = survey(Dataset(Path(arguments.folder)))
+    found = survey(Dataset(arguments.folder))
     if arguments.json:
         print(json.dumps(asdict(found)))
         return 0
     info = found.info
-    print(f"{printable(arguments.folder)}: {info.num_sequences:,} sequences of {info.seq_length:,} tokens")
+    print(
+        f"{printable(str(arguments.folder))}: {info.num_sequences:,} sequences of {info.seq_length:,} tokens"
+    )
     print(f"  tokens      {info.num_tokens:,}, {found.num_different:,} different of {info.vocab_size:,}")
     print(f"  documents   {found.num_documents:,}, counted again in each sequence")
     shares = ", ".join(f"{name} {share:.1%}" for name, share in found.role_shares.items() if share)
@@ -175,7 +178,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", help="a finished dataset")
+    parser.add_argument("folder", type=given_path, metavar="FOLDER", help="a finished dataset")
     add_number(parser, "--index", 0, "first sequence", least=0)
     add_number(parser, "--count", 1, "how many", least=1)
     parser.add_argument("--target", metavar="MODEL", help="whose tokenizer (default: the one that made it)")
@@ -186,7 +189,7 @@ def _show(arguments: argparse.Namespace) -> int:
     from longspec.data.shards import Dataset
     from longspec.errors import UserError
 
-    dataset = Dataset(Path(arguments.folder))
+    dataset = Dataset(arguments.folder)
     if arguments.index >= len(dataset):
         raise UserError(f"--index is {arguments.index}; the dataset's sequences are 0 to {len(dataset) - 1}")
     tokenizer = _tokenizer(dataset, arguments)

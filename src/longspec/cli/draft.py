@@ -21,9 +21,8 @@ import json
 import re
 import sys
 from dataclasses import asdict, fields
-from pathlib import Path
 
-from longspec.cli.arguments import add_device, add_options, given
+from longspec.cli.arguments import add_device, add_options, given, given_path
 from longspec.cli.command import Command
 from longspec.cli.synthesize import amount
 from longspec.cli.terminal import printable
@@ -35,7 +34,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-o", "--output", required=True, type=Path, metavar="FOLDER", help="where the draft goes"
+        "-o", "--output", required=True, type=given_path, metavar="FOLDER", help="where the draft goes"
     )
     parser.add_argument(
         "--target",

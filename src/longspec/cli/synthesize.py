@@ -18,9 +18,8 @@ import argparse
 import json
 import re
 from dataclasses import asdict, fields
-from pathlib import Path
 
-from longspec.cli.arguments import add_device, add_options, add_target, given
+from longspec.cli.arguments import add_device, add_options, add_target, given, given_path
 from longspec.cli.command import Command
 from longspec.cli.terminal import printable
 from longspec.data.options import SynthesisOptions
@@ -29,7 +28,9 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="where the dataset goes")
+    parser.add_argument(
+        "--output", required=True, type=given_path, metavar="FOLDER", help="where the dataset goes"
+    )
     parser.add_argument(
         "--tokens",
         required=True,

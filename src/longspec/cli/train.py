@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from longspec.cli.arguments import given_path
 from longspec.cli.command import Command
 from longspec.cli.terminal import printable
 from longspec.train import command
@@ -25,8 +25,10 @@ longspec plot outputs/mine                writes outputs/mine/plot.png
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="the run's folder; its newest whole checkpoint is taken")
-    parser.add_argument("output", metavar="FOLDER", help="the draft folder to write")
+    parser.add_argument(
+        "run", type=given_path, metavar="RUN", help="the run's folder; its newest whole checkpoint is taken"
+    )
+    parser.add_argument("output", type=given_path, metavar="FOLDER", help="the draft folder to write")
     parser.add_argument(
         "--dtype",
         default="auto",
@@ -38,19 +40,21 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 def _export(arguments: argparse.Namespace) -> int:
     from longspec.train.export import export
 
-    print(printable(str(export(Path(arguments.run), Path(arguments.output), arguments.dtype))))
+    print(printable(str(export(arguments.run, arguments.output, arguments.dtype))))
     return 0
 
 
 def _add_plot(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="the run's folder")
-    parser.add_argument("--output", metavar="FILE", help="the picture to write (default: RUN/plot.png)")
+    parser.add_argument("run", type=given_path, metavar="RUN", help="the run's folder")
+    parser.add_argument(
+        "--output", type=given_path, metavar="FILE", help="the picture to write (default: RUN/plot.png)"
+    )
 
 
 def _plot(arguments: argparse.Namespace) -> int:
     from longspec.train.report import plot
 
-    print(printable(str(plot(Path(arguments.run), Path(arguments.output) if arguments.output else None))))
+    print(printable(str(plot(arguments.run, arguments.output))))
     return 0
 
 

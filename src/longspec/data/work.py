@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from longspec.atomic import check_folder
 from longspec.data.encode import Bad, Encoded, Encoder, encode_chunk
 from longspec.data.options import Recipe
 from longspec.data.read import Chunk
@@ -94,8 +95,7 @@ def claimed(folder: Path, state: str) -> Iterator[None]:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Make a folder, and lock it against other processes. A new folder that stays empty is removed."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; name a folder that is new or empty")
+    check_folder(folder)
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from longspec import hub
-from longspec.atomic import clear_unfinished, unfinished, write_whole
+from longspec.atomic import check_folder, clear_unfinished, unfinished, write_whole
 from longspec.bench.acceptance import note_acceptance
 from longspec.bench.catalogue import load_workload
 from longspec.bench.run import bench, conclude
@@ -89,6 +89,7 @@ def plan_draft(options: DraftOptions) -> Plan:
         saved = read_record(path, SavedPlan)
         check_same(options.output, saved.asked, options.asked)
         return saved.plan
+    check_folder(options.output)
     if options.output.exists() and any(found.name != "work" for found in options.output.iterdir()):
         raise UserError(f"{options.output} is not empty; give an --output that is new or empty")
     check_own(options)

@@ -17,7 +17,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from longspec.atomic import write_whole
+from longspec.atomic import check_folder, is_empty, write_whole
 from longspec.errors import UserError, reason_of
 from longspec.records import read_record
 
 _STATE = "state.json"
-_STAGES = "stages.json"
+STAGES = "stages.json"
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -156,17 +156,24 @@ def explained(path: Path) -> Iterator[None]:
         ) from error
 
 
+def check_place(run: Path, own: Iterable[str], resume: str | None) -> None:
+    """Refuse to begin in a folder that has something, but none of a run's `own` files and folders."""
+    check_folder(run)
+    if resume is None and not is_empty(run) and not any((run / name).exists() for name in own):
+        raise UserError(f"{run} is not empty and has no run: give another run=FOLDER")
+
+
 def note_stages(run: Path, names: list[str]) -> None:
     """Write the names of a run's stages; each stage is a run in its own folder."""
     run.mkdir(parents=True, exist_ok=True)
-    write_whole(run / _STAGES, json.dumps({"stages": names}).encode())
+    write_whole(run / STAGES, json.dumps({"stages": names}).encode())
 
 
 def stage_runs(run: Path) -> list[Path]:
     """The stages of a run so far, or the run itself if it has no stages."""
-    if not (run / _STAGES).is_file():
+    if not (run / STAGES).is_file():
         return [run]
-    folders = [run / name for name in read_record(run / _STAGES, Stages).stages]
+    folders = [run / name for name in read_record(run / STAGES, Stages).stages]
     return [folder for folder in folders if (folder / "checkpoints").is_dir()]
 
 
@@ -191,6 +198,6 @@ def progress_of(run: Path) -> tuple[int, int]:
 def draft_of(path: str) -> str:
     """The draft at a path; for a run, the draft of its newest checkpoint."""
     run = Path(path).expanduser()
-    if not (run / "checkpoints").is_dir() and not (run / _STAGES).is_file():
+    if not (run / "checkpoints").is_dir() and not (run / STAGES).is_file():
         return path
     return str(newest_of(run) / "draft")

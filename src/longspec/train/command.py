@@ -74,8 +74,9 @@ def _run_stages(overrides: list[str], arguments: argparse.Namespace) -> int:
         for config in configs:
             _print_config(config)
         return 0
-    from longspec.train.checkpoints import note_stages
+    from longspec.train.checkpoints import STAGES, check_place, note_stages
 
+    check_place(Path(whole.run), (STAGES, *names), whole.resume)
     if os.environ.get("RANK", "0") == "0":
         note_stages(Path(whole.run), names)
     for config in configs:

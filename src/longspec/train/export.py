@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from longspec import hub
-from longspec.atomic import unfinished, write_whole
+from longspec.atomic import check_folder, unfinished, write_whole
 from longspec.data.shards import Source, merged, read_info
 from longspec.errors import UserError
 from longspec.models.draft_files import (
@@ -54,6 +54,7 @@ def export(run: Path, output: Path, dtype: str = "auto") -> Path:
     from safetensors.torch import save
 
     checkpoint = newest_of(run)
+    check_folder(output)
     if output.exists() and any(output.iterdir()):
         raise UserError(f"{output} is not empty: give a new folder")
     stages = _stages(stage_runs(run)[-1])

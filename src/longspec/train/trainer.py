@@ -101,6 +101,7 @@ def fit_into_memory(
 def _check_run(run: Path, settings: TrainSettings, config: DictConfig) -> None:
     if settings.resume not in (None, "latest"):
         raise UserError(f"resume is {settings.resume!r}; the one choice is latest")
+    checkpoints.check_place(run, (CONFIG,), settings.resume)
     if not (run / CONFIG).is_file():
         return
     if settings.resume is None:

@@ -84,6 +84,9 @@ BAD = {
     "option of other methods": (("--method", "auto", "--gamma", "3", "Hi"), "has no option 'gamma'"),
     "no number": (("--gamma", "x", "Hi"), "'x'"),
     "misspelt flag": (("--gama", "3", "Hi"), "did you mean --gamma?"),
+    "underscore for a dash": (("--top_q=3", "Hi"), "did you mean --top-p?"),
+    "no flag is like it": (("--xyz", "3", "Hi"), "--xyz is unknown (see"),
+    "words after a flag": (("hi", "--seed", "3", "there"), 'put it in quotes: "hi there"'),
     "dtype": (("--dtype", "int3", "Hi"), "'int3' is unknown"),
     "device": (("--device", "cuda:7", "Hi"), "cuda:7"),
     "seed": (("--seed", "-1", "--target", "./none", "Hi"), "seed -1"),
@@ -125,6 +128,33 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(
     (line,) = err.strip().splitlines()
     assert line.startswith("longspec: error: ")
     assert named in line
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("bench", "report", "b1", "--output", "page.html", "b2"), "b1 is not the folder of a run"),
+        (("train", "data.train=[x]", "--only", "foo", "stage=all"), "these settings have the stages base"),
+        (("models", "foo"), "foo is unknown (see longspec models --help)"),
+        (("data", "synthesize", "--tokens", "9", "--output", "file"), "file is a file; name a folder"),
+        (("data", "prepare", "in.jsonl", "-o", "file/x"), "file is a file; name a folder"),
+        (("data", "prepare", "in.jsonl", "-o", "out", "in.jsonl"), "the input in.jsonl is given twice"),
+        (("draft", "-o", "file"), "file is a file; name a folder"),
+        (("draft", "-o", ""), "the path is empty"),
+        (("plot", ""), "the path is empty"),
+    ],
+)
+def test_words_and_places_of_other_commands(
+    words: tuple[str, ...], told: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "in.jsonl").write_text('{"text": "a fine day"}')
+    assert exit_code(words) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert told in line
+    assert not {"file", "in.jsonl"} ^ {one.name for one in tmp_path.iterdir()}
 
 
 def test_without_a_command_it_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,13 +80,28 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for word in argv:
         if word.startswith("--") and word.endswith("=--"):  # argparse would take it for an empty list
             parser.error(f"{word} has no value")
-    arguments, unknown = parser.parse_known_args(argv)
+    arguments, rest = parser.parse_known_args(argv)
+    unknown = [word for word in rest if word.startswith("-")]
+    if rest and not unknown:
+        unknown = _append(arguments, rest)
     if unknown:
-        flags = arguments.parser._option_string_actions
-        close = get_close_matches(unknown[0], flags, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        flags = {flag.lstrip("-"): flag for flag in arguments.parser._option_string_actions}
+        name = unknown[0].lstrip("-").partition("=")[0].replace("_", "-")
+        close = get_close_matches(name, flags, n=1) if unknown[0].startswith("-") else []
+        hint = f"; did you mean {flags[close[0]]}?" if close else ""
         arguments.parser.error(f"{' '.join(unknown)} is unknown{hint}")
     return arguments
+
+
+def _append(arguments: argparse.Namespace, words: list[str]) -> list[str]:
+    """Add words that follow a flag to the command's list of words, where argparse leaves them over; returns
+    those that no command takes."""
+    for action in arguments.parser._get_positional_actions():
+        if action.nargs in ("*", "+"):
+            read = [arguments.parser._get_value(action, word) for word in words]
+            setattr(arguments, action.dest, [*(getattr(arguments, action.dest) or ()), *read])
+            return []
+    return words
 
 
 def _parser() -> Parser:

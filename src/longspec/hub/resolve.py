@@ -94,6 +94,8 @@ def resolve_draft(
     if (folder := shipped_draft(draft)) is not None:
         return folder
     path = Path(os.path.expanduser(draft))
+    if (path / "checkpoints").is_dir() or (path / "stages.json").is_file():
+        raise UserError(f"{draft} is a training run; make a draft of it: longspec export {draft} FOLDER")
     if path.exists():
         return path
     if draft.startswith(("/", ".", "~")) or draft.endswith(".pth") or draft.count("/") != 1:

@@ -31,6 +31,7 @@ _LEAST = {
     "stage.accumulation": 1,
     "stage.lags": 1,
     "stage.num_steps": 1,
+    "data.num_held_out": 0,
     "saving.save_steps": 1,
     "saving.keep": 1,
     "saving.log_steps": 1,
@@ -52,12 +53,17 @@ class Parts:
 
 def build(settings: TrainSettings, device: torch.device, partitioned: bool) -> Parts:
     """Load or make all parts. A `partitioned` target stays on the CPU until it is sharded."""
+    path = settings.draft.path
+    start = None if path is None else draft_of(path)
+    # Names first, because a wrong one is found at once.
+    hub.resolve(settings.target.path, config_only=True)
+    if start is not None:
+        hub.resolve_draft(start)
     mixture = Mixture(settings.data.train, settings.stage.seq_length)
     _check(settings, mixture)
     load_device = torch.device("cpu") if partitioned else device
     dtype = pick_dtype(settings.target.dtype, load_device)
-    path = settings.draft.path
-    start, shape = (None, _new_draft(settings, mixture)) if path is None else (draft_of(path), None)
+    shape = _new_draft(settings, mixture) if path is None else None
     pair = load_pair(settings.target.path, start, shape, load_device, dtype, seed=settings.seed)
     config, draft = pair.target.config, pair.draft
     tokenizer = PromptEncoder(hub.resolve(settings.target.path).folder).tokenizer
@@ -117,10 +123,10 @@ def _check(settings: TrainSettings, mixture: Mixture) -> None:
         raise UserError(f"stage.optimizer is {stage.optimizer!r}; there are adamw and muon")
     if stage.lr <= 0:
         raise UserError(f"stage.lr is {stage.lr}; it must be above 0")
-    if data.num_held_out < 0 or data.num_held_out >= len(mixture):
+    if data.num_held_out >= len(mixture):
         raise UserError(
-            f"data.num_held_out is {data.num_held_out} and data.train has {len(mixture)} sequences; "
-            "some must remain to train on"
+            f"data.num_held_out is {data.num_held_out}, and {mixture.described}: none would be left to train "
+            f"on; lower stage.seq_length or data.num_held_out"
         )
     if settings.evaluation.every and not data.num_held_out:
         raise UserError("evaluation needs held-out sequences: set data.num_held_out, or evaluation.every=0")

@@ -1,13 +1,14 @@
 """Train a draft for a target; settings are Hydra overrides.
 
-longspec train data.train=[data/mine] run=outputs/mine      SmolLM2, stage base, one process
+longspec train 'data.train=[data/mine]' run=outputs/mine    SmolLM2, stage base, one process
 longspec train experiment=smollm2_cpu_tiny stage=all        three stages in a row
 longspec train experiment=smollm2_gpu stage=all --only long one of them, from the draft of the one before
-longspec train target.path=./my-llama draft=glide_plus stage=base data.train=[data/mine]
-longspec train stage=long draft.path=outputs/mine data.train=[data/long] run=outputs/mine-long
+longspec train target.path=./my-llama draft=glide_plus stage=base 'data.train=[data/mine]'
+longspec train stage=long draft.path=outputs/mine 'data.train=[data/long]' run=outputs/mine-long
 longspec train run=outputs/mine resume=latest ...           continue after a crash, with the same settings
 longspec train --cfg job experiment=...                     print the settings and stop
 
+The quotes keep a shell such as zsh from reading the brackets.
 Several processes: torchrun --nproc-per-node 8 -m longspec.train ..., or the deepspeed launcher.
 Groups: target, draft, stage (base, long, cot, all), data, deepspeed, logger, experiment.
 """
@@ -171,7 +172,10 @@ def _reason(error: BaseException) -> str:
     if "Config search path:" in lines:
         lines = lines[: lines.index("Config search path:")]
     noise = ("To append", "full_key", "object_type", "reference_type")
-    return " ".join(dict.fromkeys(line for line in lines if line and not line.startswith(noise)))
+    text = " ".join(dict.fromkeys(line for line in lines if line and not line.startswith(noise)))
+    # `stage=all` is ours, and Hydra does not know that a list may have one entry.
+    text = text.replace("options in 'stage': ", "options in 'stage': all ")
+    return text.replace("str is not a ListConfig, list or tuple", "a list has brackets, as in [data/own]")
 
 
 def _print_config(config: Any) -> None:

@@ -50,6 +50,15 @@ class Mixture:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    @property
+    def described(self) -> str:
+        """How many sequences there are of each dataset, for an error."""
+        return " and ".join(
+            f"{len(dataset)} sequences of {dataset.info.seq_length} tokens make {len(dataset) // joined} of "
+            f"stage.seq_length {joined * dataset.info.seq_length}"
+            for dataset, joined in zip(self.datasets, self._joined, strict=True)
+        )
+
     def __getitem__(self, index: int) -> Packed:
         which = int(np.searchsorted(self._ends, index, side="right"))
         place = index - (int(self._ends[which - 1]) if which else 0)

@@ -132,6 +132,12 @@ BAD = {
     "target": (["prepare", "IN", "--target", "./none"], "there is no file or folder none"),
     "unknown target": (["prepare", "IN", "--target", "smolm2-135m"], "did you mean 'smollm2-135m'"),
     "no folder": (["info", "none"], "the dataset none does not exist"),
+    "a file": (["info", "IN"], "in.jsonl is a file; a dataset is a folder"),
+    "another folder": (["show", "MODEL"], "is not a dataset: it has no dataset.json"),
+    "huge seq length": (
+        ["prepare", "IN", "--seq-length", "99999999999"],
+        "it must lie between 2 and 16777216",
+    ),
     "index": (["show", "DATA", "--index", "9"], "--index is 9"),
     "count": (["show", "DATA", "--count", "0"], "count is 0"),
 }
@@ -139,11 +145,11 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_requests_are_one_line_and_exit_code_2(
-    name: str, thoughts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, thoughts: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, said = BAD[name]
     (tmp_path / "in.jsonl").write_text(json.dumps({"text": "a fine day"}))
-    places = {"IN": str(tmp_path / "in.jsonl"), "DATA": str(thoughts)}
+    places = {"IN": str(tmp_path / "in.jsonl"), "DATA": str(thoughts), "MODEL": str(tiny_folder)}
     output = ["-o", str(tmp_path / "out")] if arguments[0] == "prepare" else []
     assert exit_code(["data", *(places.get(one, one) for one in arguments), *output]) == 2
     told = capsys.readouterr()

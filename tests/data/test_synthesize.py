@@ -395,9 +395,10 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         (documents, r"lines.jsonl, line 2: a text 'text' is needed"),
         ({"modes": {"prompts": 1}}, "--mode prompts:1 --prompts FILE"),
         ({"documents": lines}, "--mode documents:1 --documents FILE"),
-        ({"modes": {"poems": 1}}, "mode poems:1 is unknown"),
+        ({"modes": {"poems": 1}}, "mode 'poems' is unknown; there are: documents"),
+        ({"modes": {"questions": -1}}, "the share of mode questions is -1; it must be 0 or more"),
         ({"temperatures": (-1.0,)}, "temperature is -1.0"),
-        ({"seq_length": 10**6}, "seq_length is 1000000; the limit of smollm2-135m is 8192"),
+        ({"seq_length": 10**6}, "is 1000000; the limit of smollm2-135m is 8192; give --seq-length 8192"),
         ({"batch": 0}, "batch is 0"),
         ({"prefixes": tmp_path / "none"}, "cannot read .*none"),
     ]

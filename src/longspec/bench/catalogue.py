@@ -44,7 +44,7 @@ def load_workload(name: str, model: LongSpec, data: Path | None = None) -> Workl
 
 
 def check_name(name: str) -> None:
-    """Refuse an unknown workload. This needs no model, so the error comes before a long load."""
+    """Refuse an unknown workload or a bad file. No model is needed, so the error comes before a long load."""
     head, _, rest = name.partition(":")
     if head == "builtin" and rest and rest not in _builtin_kinds():
         raise UserError(f"workload {name!r}: the built-in kinds are {', '.join(_builtin_kinds())}")
@@ -60,6 +60,8 @@ def check_name(name: str) -> None:
             f"workload {name!r} is unknown and no file; there are: builtin, builtin:KIND, repo:N, text:N, "
             "longbench:TASK, aime, and the paths of JSONL files"
         )
+    if not known:
+        read_file(Path(name))
 
 
 def context_workload(

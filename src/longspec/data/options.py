@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longspec.decoding.sampling import Sampling
-from longspec.errors import UserError
+from longspec.errors import UserError, check_known
 from longspec.hub.registry import DEFAULT_TARGET
 from longspec.option import check_options, option
 
@@ -40,7 +40,7 @@ class PrepareOptions(Recipe):
     target: str
     revision: str | None = None
     offline: bool = False
-    seq_length: int = option(1024, "tokens per sequence", least=2)
+    seq_length: int = option(1024, "tokens per sequence", least=2, most=2**24)
     pack: str = option("stream", "how documents become sequences: see above")
     truncate: bool = option(False, "whole, single: drop what exceeds a sequence")
     min_tokens: int = option(2, "drop shorter documents", least=1)
@@ -115,8 +115,9 @@ class SynthesisOptions:
             Sampling(temperature)
         shares = self.shares
         for mode, share in shares.items():
-            if mode not in MODES or not 0 <= share < float("inf"):
-                raise UserError(f"mode {mode}:{share} is unknown; shares of {', '.join(MODES)} are needed")
+            check_known("mode", mode, MODES)
+            if not 0 <= share < float("inf"):
+                raise UserError(f"the share of mode {mode} is {share}; it must be 0 or more")
         if not sum(shares.values()):
             raise UserError("all shares of the modes are 0; give one a share")
         for mode, file in (("prompts", self.prompts), ("documents", self.documents)):

@@ -30,6 +30,8 @@ from longspec.records import read_record
 
 FORMAT = 1
 _INFO, _ORIGIN = "dataset.json", "shard.json"
+# What a dataset has before its first shard: written by `prepare` or by `synthesize`.
+_BEGUN = (_INFO, "prepare.json", "progress")
 _MAX_OPEN = 48
 
 
@@ -238,8 +240,7 @@ class Dataset:
 
 def read_info(folder: Path) -> DatasetInfo:
     if not is_finished(folder):
-        what = "is not finished: run its command again" if folder.is_dir() else "does not exist"
-        raise UserError(f"the dataset {folder} {what}")
+        raise _no_dataset(folder)
     if read_record(folder / _INFO, dict[str, Any]).get("format") != FORMAT:
         raise UserError(f"the dataset {folder} has another format; prepare it again with this version")
     info = read_record(folder / _INFO, DatasetInfo)
@@ -247,6 +248,17 @@ def read_info(folder: Path) -> DatasetInfo:
         if not 1 <= getattr(info, name) < 2**40:
             raise UserError(f"cannot read {folder / _INFO}: {name} is {shown(getattr(info, name))}")
     return info
+
+
+def _no_dataset(folder: Path) -> UserError:
+    """What a folder is that has no finished dataset."""
+    if not folder.exists():
+        return UserError(f"the dataset {folder} does not exist")
+    if not folder.is_dir():
+        return UserError(f"{folder} is a file; a dataset is a folder")
+    if any(folder.glob("shard-*")) or any((folder / name).exists() for name in _BEGUN):
+        return UserError(f"the dataset {folder} is not finished: run its command again")
+    return UserError(f"{folder} is not a dataset: it has no {_INFO}")
 
 
 def _save(path: Path, array: NDArray[Any]) -> None:

@@ -126,7 +126,8 @@ def _find(
     config = read_config(shape.folder, shape.config)
     if options.seq_length > config.max_length:
         raise UserError(
-            f"seq_length is {options.seq_length}; the limit of {options.target} is {config.max_length}"
+            f"seq_length is {options.seq_length}; the limit of {options.target} is {config.max_length}; "
+            f"give --seq-length {config.max_length}"
         )
     precision = pick_precision("auto", dtype, device, matrix_types=matrix_types(shape, config))
     if not is_loaded:

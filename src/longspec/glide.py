@@ -17,7 +17,7 @@ from longspec.decoding.sampling import Sampling
 from longspec.engine.engine import Engine
 from longspec.engine.make import make_engine
 from longspec.engine.sequence import Sequence
-from longspec.errors import UserError
+from longspec.errors import UserError, shown, whole_number
 from longspec.models.draft import DraftHead
 from longspec.models.families import config_from_hf
 from longspec.models.files import read_config
@@ -175,8 +175,16 @@ class GlideModel(nn.Module):
         seed: int,
     ) -> tuple[Tensor, int, int, float, Tensor]:
         """Rows of `input_ids` [B, T] are prompts of `prompt_length` [B] tokens, padded on the right."""
+        if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
+            raise UserError(f"input_ids is {shown(input_ids)}; a tensor of token ids [B, T] is needed")
+        if whole_number("max_gen_len", max_gen_len) < 1:
+            raise UserError(f"max_gen_len is {max_gen_len}; it must be at least 1")
         eos_ids = self.eos_ids if eos_id is None else frozenset({eos_id})
-        lengths = torch.as_tensor(prompt_length).expand(input_ids.shape[0]).tolist()
+        num_rows, width = input_ids.shape
+        lengths = torch.as_tensor(prompt_length).expand(num_rows).tolist()
+        wrong = next((length for length in lengths if not 1 <= length <= width), None)
+        if wrong is not None:
+            raise UserError(f"one of prompt_length is {wrong}; it must lie between 1 and {width}")
         sampling = Sampling(temperature=temperature)
         rows = [
             Sequence(ids[:length], max_gen_len, sampling, seed + index, eos_ids, method)

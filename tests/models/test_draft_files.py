@@ -208,6 +208,20 @@ def test_a_face_refuses_another_family(smollm2_folder: Path) -> None:
         Qwen2Glide(None, smollm2_folder)
 
 
+def test_a_face_refuses_what_it_cannot_answer(tiny_folder: Path) -> None:
+    model = LlamaGlide(None, tiny_folder, device="cpu", seed=0)
+    ids, lengths = torch.tensor([[1000, 1001, 1002]]), torch.tensor([3])
+    assert model.vanilla_generate(ids, lengths, max_gen_len=2)[0].shape == (1, 2)
+    wrong: list[tuple[Any, Any, int, str]] = [
+        (ids, lengths, -1, "max_gen_len is -1"),
+        ([[1000, 1001]], lengths, 2, r"input_ids is \[\[1000, 1001\]\]; a tensor"),
+        (ids, torch.tensor([4]), 2, "one of prompt_length is 4; it must lie between 1 and 3"),
+    ]
+    for tokens, counts, new, named in wrong:
+        with pytest.raises(UserError, match=named):
+            model.spec_generate(tokens, counts, max_gen_len=new)
+
+
 def test_pushing_without_a_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     target = tiny_target()

@@ -94,6 +94,8 @@ def test_paths_and_torch_types_are_taken(tiny_folder: Path) -> None:
     model = LongSpec.from_pretrained(tiny_folder, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert model.target.dtype == torch.bfloat16
     assert model.generate(IDS, max_new_tokens=2).dtype == "bfloat16"
+    sized = LongSpec.from_pretrained(tiny_folder, device="cpu:0", kv_memory="1MB", calibrate=False)
+    assert sized.engine.models.pages.num_bytes <= 1_010_000
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"target": b"tiny"}, "target is b'tiny'"),
         ({"target": None}, "target is None"),
@@ -102,10 +104,30 @@ def test_paths_and_torch_types_are_taken(tiny_folder: Path) -> None:
         ({"dtype": torch.int8}, "dtype 'int8'"),
         ({"max_length": 9.5}, "max_length is 9.5"),
         ({"revision": "main"}, "leave out revision 'main'"),
+        ({"kv_memory": "much"}, "'much' is not a size like 8GB"),
+        ({"kv_memory": -1}, "kv_memory is -1; it must be at least 1 byte"),
+        (
+            {"kv_memory": "1KB"},
+            r"a text of 2 tokens, .*, but kv_memory is 1.0 kB; give more kv_memory, or load",
+        ),
+        (
+            {"kv_memory": "200KB", "max_length": 2000},
+            r"kv_memory is 0.2 MB; lower max_length to \d+, or give",
+        ),
+        ({"max_rows": 10**8}, "max_rows is 100000000; it must lie between 1 and 65536"),
+        ({"exact": True}, "exact is for our kernels, and they do not run bfloat16 on cpu"),
+        ({"device": "cpu:5"}, "there is no device 'cpu:5'"),
     ]
+    usual: dict[str, Any] = {"target": tiny_folder, "dtype": "bfloat16"}
     for arguments, named in wrong:
         with pytest.raises(UserError, match=named):
-            LongSpec.from_pretrained(**({"target": tiny_folder} | arguments))
+            LongSpec.from_pretrained(**(usual | arguments))
+
+
+def test_the_package_lists_its_names() -> None:
+    import longspec
+
+    assert set(longspec.__all__) <= set(dir(longspec))
 
 
 CONFIGS = [

@@ -21,7 +21,7 @@ from longspec.engine.costs import known_costs
 from longspec.engine.engine import Engine
 from longspec.engine.follow import follow_if_told
 from longspec.engine.load import LoadPlan, read_shape
-from longspec.engine.make import load_engine
+from longspec.engine.make import load_engine, no_exact
 from longspec.engine.sequence import Sequence
 from longspec.errors import UserError, naming, whole_number
 from longspec.generation import Generation
@@ -29,6 +29,7 @@ from longspec.models.files import eos_ids, read_generation_config
 from longspec.models.int8 import check_draft_dtype
 from longspec.models.placement import check_fits, memory_explained, pick_devices
 from longspec.models.target import Transformer
+from longspec.option import num_bytes
 from longspec.options import Options, Settings, read_options, room_for, seeds_for
 from longspec.prompts import Prompt, PromptEncoder, split_batch
 from longspec.text import TextStream
@@ -110,7 +111,7 @@ class LongSpec:
         draft_dtype: str = "auto",
         weights: str = "auto",
         max_rows: int | None = None,
-        kv_memory: int | None = None,
+        kv_memory: int | str | None = None,
         kv_dtype: str = "auto",
         exact: bool = False,
         tensor_parallel: int = 1,
@@ -131,8 +132,8 @@ class LongSpec:
             a quantised checkpoint on a GPU (on a CPU they are expanded).
         draft_dtype: "int8" rounds the draft's weights, the default on a CPU; "target" keeps the target's
             dtype; "auto" on a GPU rounds them as the target's are.
-        max_rows, kv_memory: how many prompts run at once, and how many bytes their KV may take; the defaults
-            depend on the device.
+        max_rows, kv_memory: how many prompts run at once, and how many bytes their KV may take (or
+            "8GB"); the defaults depend on the device.
         kv_dtype: "fp8", for a GPU, rounds keys and values to half the bytes, so that the target says slightly
             other things (docs/decoding.md).
         exact: for half precision on a GPU. All methods give the same words there too, whatever runs at the
@@ -142,11 +143,14 @@ class LongSpec:
         """
         backend = choose_backend(attention)
         check_draft_dtype(draft_dtype)  # before a long load
+        kv_memory = None if kv_memory is None else num_bytes("kv_memory", kv_memory)
         target, devices = name_of("target", target), pick_devices(device, tensor_parallel)
         if len(devices) > 1:
             follow_if_told(len(devices))
         find = partial(hub.resolve, target, revision=revision, offline=offline, progress=progress)
         entry, config, precision, limit = read_shape(find, devices[0], dtype, weights, kv_dtype, backend)
+        if exact and devices[0].type == "cpu":
+            raise no_exact(precision.dtype, devices[0])
         if devices[0].type == "cpu" and precision.rounding is not None and attention not in ("auto", "torch"):
             raise UserError(f"attention {attention!r} does not go with rounded weights; use auto or torch")
         limit = _pick_max_length(max_length, limit)

@@ -5,19 +5,20 @@ The library's checks, `--help` and the flags all read this one place.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from longspec.errors import UserError, flag, number, whole_number, whole_numbers
+from longspec.errors import UserError, flag, number, shown, whole_number, whole_numbers
 
 _LISTS: dict[Any, Any] = {tuple[int, ...]: int, tuple[float, ...]: float}
 _WANTED: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
-    tuple[int, ...]: "a list of numbers like 4,16,16",
-    tuple[float, ...]: "a list of numbers like 0,0.7,1.0",
+    tuple[int, ...]: "a list of whole numbers with commas between them",
+    tuple[float, ...]: "a list of numbers with commas between them",
 }
 
 
@@ -71,9 +72,11 @@ class Option:
         shown = value if shown is None else shown
         least, most = self.least, self.most
         if least is not None and most is not None and not least <= value <= most:
-            raise UserError(f"{self.name} is {shown}; {subject} must lie between {least:g} and {most:g}")
+            raise UserError(
+                f"{self.name} is {shown}; {subject} must lie between {least:.15g} and {most:.15g}"
+            )
         if least is not None and value < least:
-            raise UserError(f"{self.name} is {shown}; {subject} must be at least {least:g}")
+            raise UserError(f"{self.name} is {shown}; {subject} must be at least {least:.15g}")
 
     def parse(self, text: str) -> Any:
         """A value that is written as text; the numbers of a list are separated by commas or by an x."""
@@ -86,6 +89,20 @@ class Option:
 
     def format(self, value: Any) -> str:
         return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def num_bytes(name: str, size: Any) -> int:
+    """A number of bytes, given as a number or as text such as 8GB."""
+    if not isinstance(size, str):
+        size = whole_number(name, size)
+        if size < 1:
+            raise UserError(f"{name} is {shown(size)}; it must be at least 1 byte")
+        return int(size)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", size.strip().lower())
+    if found is None or found[2] == "i" or not 0 < float(found[1]) < 1e18:
+        raise UserError(f"{shown(size)} is not a size like 8GB, 512MB or 1.5GiB")
+    base = 1024 if found[2].endswith("i") else 1000
+    return int(float(found[1]) * base ** (" kmgt".index(found[2][:1] or " ")))
 
 
 def options_of(cls: type) -> dict[str, Option]:

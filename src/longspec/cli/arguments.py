@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterable
 from inspect import signature
 from pathlib import Path
@@ -14,7 +13,7 @@ from longspec.decoding.methods.registry import all_options, choices
 from longspec.decoding.sampling import Sampling
 from longspec.errors import UserError
 from longspec.hub.registry import DEFAULT_TARGET
-from longspec.option import Option, options_of
+from longspec.option import Option, num_bytes, options_of
 
 if TYPE_CHECKING:
     from longspec.api import LongSpec
@@ -64,8 +63,9 @@ def add_weights(group: argparse._ActionsContainer) -> None:
         "--weights",
         default="auto",
         metavar="TYPE",
-        help="of the target's weights: auto (as the file has them), on a CPU float16, bfloat16, int8 or "
-        "int4, on a GPU int8 or fp8: these decode faster and change the words a little (%(default)s)",
+        help="number format of the target's weights: auto (as the file has them), on a CPU float16, "
+        "bfloat16, int8 or int4, on a GPU int8 or fp8: these decode faster and change the words a little "
+        "(%(default)s)",
     )
 
 
@@ -74,12 +74,13 @@ def add_kv_dtype(group: argparse._ActionsContainer) -> None:
         "--kv-dtype",
         default="auto",
         metavar="TYPE",
-        help="of keys and values: auto (the dtype), or on a GPU fp8: half the bytes, and the words change a "
-        "little (%(default)s)",
+        help="number format of keys and values: auto (the dtype), or on a GPU fp8: half the bytes, and the "
+        "words change a little (%(default)s)",
     )
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, rows: str = "128, on a CPU 16") -> None:
+    """`rows` says how many prompts the command answers at once by itself."""
     group = parser.add_argument_group("model")
     add_target(group)
     group.add_argument(
@@ -95,8 +96,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-dtype",
         default="auto",
         metavar="TYPE",
-        help="of the draft's weights: int8, target (the target's dtype), or auto: int8 on a CPU, on a GPU "
-        "like the target's weights (default)",
+        help="number format of the draft's weights: int8, target (the target's dtype), or auto: int8 on a "
+        "CPU, on a GPU like the target's weights (%(default)s)",
     )
     group.add_argument(
         "--attention",
@@ -105,16 +106,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto (triton on a GPU), torch, triton or reference",
     )
     add_number(group, "--max-length", None, "limit on prompt plus answer (default: the model's)")
-    add_size_arguments(group)
+    add_size_arguments(group, rows)
 
 
-def add_size_arguments(parser: argparse._ActionsContainer) -> None:
-    add_number(parser, "--max-rows", None, "prompts that run at once (default: 128, on a CPU 16)", least=1)
+def add_size_arguments(parser: argparse._ActionsContainer, rows: str = "128, on a CPU 16") -> None:
+    add_number(parser, "--max-rows", None, f"prompts that run at once (default: {rows})", least=1)
     parser.add_argument(
         "--kv-memory",
         type=_num_bytes,
         metavar="SIZE",
-        help="memory for the KV of all prompts, on each rank, such as 8GB (default: what is free, in part)",
+        help="memory for the KV of all prompts, on each rank, such as 8GB (default: 85%% of a GPU's free "
+        "memory, 50%% of a CPU's)",
     )
     add_kv_dtype(parser)
     parser.add_argument(
@@ -159,7 +161,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         help="coupled: the same tokens as vanilla (default); rejection: the same distribution when sampling",
     )
     for one, owners in all_options().values():
-        default = "none" if one.default is None else one.format(one.default)
+        default = "none" if one.default is None else _shown(one.default)
         add_option(group, one, default=None, help=f"{', '.join(owners)}: {one.help} (default: {default})")
     group.add_argument(
         "--no-calibrate",
@@ -185,14 +187,18 @@ def add_option(group: argparse._ActionsContainer, option: Option, *flags: str, *
             raise argparse.ArgumentTypeError(str(error)) from error
 
     default = changes.get("default", option.default)
-    shown = ",".join(f"{one:g}" for one in default) if isinstance(default, tuple) else default
-    about = option.help if default is None or option.type is bool else f"{option.help} (default: {shown})"
+    plain = default is None or option.type is bool
+    about = option.help if plain else f"{option.help} (default: {_shown(default)})"
     settings: dict[str, Any] = {"dest": option.name, "default": default, "help": about}
     if option.type is bool:
         settings["action"] = "store_true"
     else:
         settings |= {"type": read, "metavar": option.metavar or _METAVARS.get(option.type, "N,N,...")}
     group.add_argument(*(flags or (f"--{option.name.replace('_', '-')}",)), **(settings | changes))
+
+
+def _shown(default: Any) -> Any:
+    return ",".join(f"{one:g}" for one in default) if isinstance(default, tuple) else default
 
 
 def add_number(
@@ -204,11 +210,14 @@ def add_number(
 
 
 def _num_bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if found is None or found[2] == "i" or not 0 < float(found[1]) < 1e18:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 8GB, 512MB or 1.5GiB")
-    base = 1024 if found[2].endswith("i") else 1000
-    return int(float(found[1]) * base ** (" kmgt".index(found[2][:1] or " ")))
+    try:
+        return num_bytes("kv_memory", text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def given_path(text: str) -> Path:

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspec.bench.settings import RunSetting
-from longspec.cli.arguments import add_model_arguments, add_number, add_option, add_options, given_path, load
+from longspec.cli.arguments import (
+    add_json,
+    add_model_arguments,
+    add_number,
+    add_option,
+    add_options,
+    given_path,
+    load,
+)
 from longspec.cli.bench_load import LOAD
 from longspec.cli.command import Command, add_commands
 from longspec.cli.terminal import printable
@@ -58,7 +66,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     add_options(parser, RunSetting, "limit", "batch")
     _add_methods(parser)
-    _add_run(parser, max_new_tokens=64, repeats=3)
+    _add_run(parser, max_new_tokens=64, repeats=3, rows="as --batch")
 
 
 def _add_context(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +132,7 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_run(parser: argparse.ArgumentParser, max_new_tokens: int, repeats: int) -> None:
+def _add_run(parser: argparse.ArgumentParser, max_new_tokens: int, repeats: int, rows: str = "1") -> None:
     own = options_of(RunSetting)
     add_option(parser, own["max_new_tokens"], "--max-new-tokens", "--max_gen_len", default=max_new_tokens)
     add_option(parser, own["temperatures"], "--temperature")
@@ -139,8 +147,8 @@ def _add_run(parser: argparse.ArgumentParser, max_new_tokens: int, repeats: int)
         metavar="RUN",
         help="the run's folder; an unfinished run continues (default: a new one in outputs/)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    add_model_arguments(parser)
+    add_json(parser)
+    add_model_arguments(parser, rows)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -320,19 +328,46 @@ def _acceptance(arguments: argparse.Namespace) -> int:
 
 _COMMANDS = {
     "generate": Command(
-        "Measure decoding methods against vanilla and transformers, whole answers.", _add_generate, _generate
+        """\
+Measure decoding methods against vanilla and transformers, whole answers.
+
+longspec bench generate --methods auto,lookup:6 --limit 4
+longspec bench generate --workload questions.jsonl --methods tree:4x16x16 --output outputs/mine
+""",
+        _add_generate,
+        _generate,
     ),
-    "context": Command("Measure the same with longer and longer prompts.", _add_context, _context),
+    "context": Command(
+        """\
+Measure the same with longer and longer prompts.
+
+longspec bench context --lengths 1024,4096 --methods auto
+""",
+        _add_context,
+        _context,
+    ),
     "longbench": Command(
         "Run the published experiment on LongBench, with its flags.", _add_longbench, _longbench
     ),
     "aime": Command("Run the published experiment on AIME 2024, with its flags.", _add_aime, _aime),
     "load": LOAD,
     "acceptance": Command(
-        "Write the measured acceptance of a draft into its folder: the table for auto, and the card.",
+        """\
+Write the measured acceptance of a draft into its folder: the table for auto, and the card.
+
+longspec bench acceptance outputs/mine --draft my-draft
+""",
         _add_acceptance,
         _acceptance,
     ),
-    "report": Command("Make one HTML page of one or more runs.", _add_report, _report),
+    "report": Command(
+        """\
+Make one HTML page of one or more runs.
+
+longspec bench report outputs/mine outputs/other --output page.html
+""",
+        _add_report,
+        _report,
+    ),
 }
 BENCH = Command(_ABOUT, lambda parser: add_commands(parser, _COMMANDS, "kind"))

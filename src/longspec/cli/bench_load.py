@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from longspec.bench.settings import LoadSetting
-from longspec.cli.arguments import add_model_arguments, add_options, given, given_path, load
+from longspec.cli.arguments import add_json, add_model_arguments, add_options, given, given_path, load
 from longspec.cli.command import Command
 from longspec.cli.terminal import printable
 from longspec.option import options_of
@@ -23,7 +23,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=given_path, metavar="FOLDER", help="as for bench generate")
     add_options(parser, LoadSetting, "requests", "max_new_tokens", "method", "temperature", "seed")
     parser.add_argument("--output", type=given_path, metavar="FILE", help="write the JSON to this file too")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     add_model_arguments(parser)
 
 
@@ -91,4 +91,10 @@ def _milliseconds(found: Percentiles | None) -> str:
     return " / ".join(f"{1e3 * one:,.{0 if one >= 0.1 else 1}f}" for one in (found.p50, found.p90, found.p99))
 
 
-LOAD = Command("Send requests that arrive at given rates, and measure how long each waits.", _add_load, _load)
+_ABOUT = """\
+Send requests that arrive at given rates, and measure how long each waits.
+
+longspec bench load --rates 2,5,10 --requests 200
+longspec bench load --workload questions.jsonl --shares 0.5,0.8 --output load.json
+"""
+LOAD = Command(_ABOUT, _add_load, _load)

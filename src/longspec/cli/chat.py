@@ -8,7 +8,8 @@ The conversation keeps its KV: a turn computes only what is new.
 
 Enter sends; Alt-Enter (or Esc, then Enter) starts a new line; pasted text is one question. The up arrow shows
 earlier questions, also of earlier sessions. Ctrl-C stops an answer and keeps what was said; /reset starts a
-new conversation; /exit or Ctrl-D leaves. Without a terminal, each line of the input is a question.
+new conversation; /help shows the keys; /exit or Ctrl-D leaves. Without a terminal, each line of the input is
+a question.
 """
 
 from __future__ import annotations
@@ -37,9 +38,15 @@ if TYPE_CHECKING:
     from longspec.options import Options
 
 
+_KEYS = (
+    "Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer, /reset starts a new conversation, "
+    "/help shows this, /exit or Ctrl-D leaves."
+)
+
+
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="instructions that open the conversation")
-    add_model_arguments(parser)
+    add_model_arguments(parser, rows="1")
     add_sampling_arguments(parser)
     add_method_arguments(parser)
 
@@ -54,12 +61,14 @@ def _run(arguments: argparse.Namespace) -> int:
         raise UserError(f"{model.name} has no chat template; use `longspec generate --raw` with it")
     if will_calibrate(arguments):
         _calibrate(model)
-    print(
-        f"{printable(model.name)}: Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer, "
-        "/reset starts a new conversation, /exit or Ctrl-D leaves."
-    )
+    if _has_terminal():
+        print(f"{printable(model.name)}: {_KEYS}")
     _talk(model, [{"role": "system", "content": arguments.system}] if arguments.system else [], chosen)
     return 0
+
+
+def _has_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _calibrate(model: LongSpec) -> None:
@@ -75,19 +84,22 @@ def _talk(model: LongSpec, opening: list[dict[str, str]], chosen: Options) -> No
     from longspec.cli.terminal import printable
 
     # Without a terminal, each line is a question.
-    ask = _line_editor() if sys.stdin.isatty() and sys.stdout.isatty() else input
+    ask = _line_editor() if _has_terminal() else input
     messages = list(opening)
     while True:
         try:
             question = ask().strip()
-            if question == "/exit":
+            command = question.lower()
+            if command == "/exit":
                 return
-            if question == "/reset":
+            if command == "/help":
+                print(_KEYS)
+            elif command == "/reset":
                 messages = list(opening)
                 model.reset()
                 print("(a new conversation)")
-            elif re.fullmatch("/[a-z]*", question):  # a question may begin with a path
-                print(f"{printable(question)} is unknown; there are /reset and /exit")
+            elif re.fullmatch("/[a-z]*", command):  # a question may begin with a path
+                print(f"{printable(question)} is unknown; there are /help, /reset and /exit")
             elif question:
                 _turn(model, messages, question, chosen)
         except EOFError:

@@ -9,7 +9,15 @@ import sys
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from longspec.cli.arguments import add_number, add_option, add_options, add_target, given, given_path
+from longspec.cli.arguments import (
+    add_json,
+    add_number,
+    add_option,
+    add_options,
+    add_target,
+    given,
+    given_path,
+)
 from longspec.cli.command import Command, add_commands
 from longspec.cli.synthesize import SYNTHESIZE
 from longspec.cli.terminal import in_colour, printable
@@ -81,7 +89,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", required=True, type=given_path, metavar="FOLDER", help="where the dataset goes"
     )
-    parser.add_argument("--json", action="store_true", help="print the summary as one JSON object")
+    add_json(parser)
     add_target(parser.add_argument_group("tokenizer (the target's weights are not needed)"))
     group = parser.add_argument_group("records")
     group.add_argument("--align", action="append", default=[], metavar="NAME", help="see above; repeatable")
@@ -145,7 +153,7 @@ def _tell(summary: PrepareSummary) -> None:
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=given_path, metavar="FOLDER", help="a finished dataset")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
 
 
 def _info(arguments: argparse.Namespace) -> int:

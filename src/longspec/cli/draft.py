@@ -22,7 +22,7 @@ import re
 import sys
 from dataclasses import asdict, fields
 
-from longspec.cli.arguments import add_device, add_options, given, given_path
+from longspec.cli.arguments import add_device, add_json, add_options, given, given_path
 from longspec.cli.command import Command
 from longspec.cli.synthesize import amount
 from longspec.cli.terminal import printable
@@ -57,7 +57,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="that the target writes, such as 300M, however long that takes",
     )
     parser.add_argument("--dry-run", action="store_true", help="show the plan, and stop")
-    parser.add_argument("--json", action="store_true", help="print one JSON object: the plan, or the figures")
+    add_json(parser)
     group = parser.add_argument_group("what it learns from")
     add_options(group, DraftOptions, "prompts", "documents", "licence", "draft", "seed")
     add_device(parser.add_argument_group("device"))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from longspec.cli.arguments import (
+    add_json,
     add_method_arguments,
     add_model_arguments,
     add_sampling_arguments,
@@ -45,7 +46,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--file", metavar="PATH", help="read the prompt from a UTF-8 file")
     parser.add_argument("--raw", action="store_true", help="no chat template: continue the text as it is")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    add_json(parser)
     parser.add_argument(
         "--explain",
         action="store_true",
@@ -58,7 +59,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"afterwards, time {_TURNS} more answers each of the method and of vanilla, and print how much "
         "faster the method is",
     )
-    add_model_arguments(parser)
+    add_model_arguments(parser, rows="1")
     add_sampling_arguments(parser)
     add_method_arguments(parser)
 

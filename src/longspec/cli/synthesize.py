@@ -19,7 +19,7 @@ import json
 import re
 from dataclasses import asdict, fields
 
-from longspec.cli.arguments import add_device, add_options, add_target, given, given_path
+from longspec.cli.arguments import add_device, add_json, add_options, add_target, given, given_path
 from longspec.cli.command import Command
 from longspec.cli.terminal import printable
 from longspec.data.options import SynthesisOptions
@@ -38,7 +38,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how many at least, with prompts, such as 500k or 10M",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the summary")
+    add_json(parser)
     group = parser.add_argument_group("what is written")
     group.add_argument(
         "--mode",

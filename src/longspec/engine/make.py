@@ -37,6 +37,14 @@ def load_engine(
         raise
 
 
+def no_exact(dtype: torch.dtype, device: torch.device) -> UserError:
+    name = str(dtype).removeprefix("torch.")
+    return UserError(
+        f"exact is for our kernels, and they do not run {name} on {device}; "
+        "in float32 all methods say the same words without it"
+    )
+
+
 def make_engine(
     target: Transformer,
     draft: GlideDraft | None = None,
@@ -60,11 +68,7 @@ def make_engine(
         fused = target.can_fuse
     assert fused or dtype.itemsize > 1, f"plain passes do not write KV in {dtype}"
     if exact and not fused:
-        name = str(target.dtype).removeprefix("torch.")
-        raise UserError(
-            f"exact is for our kernels, and they do not run {name} on {device}; "
-            "in float32 all methods say the same words without it"
-        )
+        raise no_exact(target.dtype, device)
     if exact and ranks is not None:
         raise UserError("exact does not go with tensor_parallel, whose sums depend on the number of rows")
     page = page_size(dtype, config.head_dim, fused)

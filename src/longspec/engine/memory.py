@@ -10,7 +10,7 @@ from longspec.attention.base import copies_whole
 from longspec.cache import DraftRing
 from longspec.config import DraftConfig, ModelConfig
 from longspec.decoding.methods import MOST_NODES
-from longspec.errors import UserError, whole_number
+from longspec.errors import UserError, shown, whole_number
 from longspec.models.placement import (
     OVERHEAD,
     draft_weights,
@@ -23,6 +23,7 @@ from longspec.models.weights import Precision
 
 # Rows that run at once unless a caller says otherwise.
 ROWS_ON_GPU, ROWS_ON_CPU = 128, 16
+MOST_ROWS = 2**16
 # The share of the memory left beside the weights that may become pages.
 SHARE_ON_GPU, SHARE_ON_CPU = 0.85, 0.5
 # Entries of a page: a tile of our kernels, because the hardware copies whole tiles; few for plain passes,
@@ -68,8 +69,8 @@ def size_engine(
     A text of `max_length` tokens must fit; without one, it is `limit`, or what fits. No more pages are
     planned than `max_rows` such texts fill.
     """
-    if max_rows is not None and whole_number("max_rows", max_rows) < 1:
-        raise UserError(f"max_rows is {max_rows}; it must be at least 1")
+    if max_rows is not None and not 1 <= whole_number("max_rows", max_rows) <= MOST_ROWS:
+        raise UserError(f"max_rows is {shown(max_rows)}; it must lie between 1 and {MOST_ROWS}")
     on_gpu = device.type == "cuda"
     rows = max_rows or (ROWS_ON_GPU if on_gpu else ROWS_ON_CPU)
     longest = max_length or limit or config.max_length
@@ -81,11 +82,15 @@ def size_engine(
     num_pages = min(wanted, room // per_page)
     fits = num_pages * page - beyond
     if fits < longest and (max_length is not None or fits < 2):
-        needed = -(-(longest + beyond) // page) * per_page
+        asked = 2 if max_length is None else longest  # without a limit, any text would do
+        needed = -(-(asked + beyond) // page) * per_page
+        bound = f"{device} has room for" if kv_bytes is None else "kv_memory is"
+        lower = f"lower max_length to {fits}, or " if fits >= 2 else ""
+        more = "" if kv_bytes is None else "give more kv_memory, or "
         raise UserError(
-            f"a text of {longest} tokens takes {gigabytes(needed)} of KV, but {device} has room for "
-            f"{gigabytes(room)}; lower max_length to {max(fits, 0)}, or give more (kv_memory), or load the "
-            "target in a smaller dtype or kv_dtype, or on another device"
+            f"a text of {asked} tokens, with room for a tree, takes {gigabytes(needed)} of KV, but {bound} "
+            f"{gigabytes(room)}; {lower}{more}load the target in a smaller dtype or kv_dtype, or "
+            "on another device"
         )
     return EngineSize(rows, min(longest, fits), page, num_pages)
 

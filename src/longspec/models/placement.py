@@ -30,6 +30,10 @@ def pick_device(name: str | torch.device) -> torch.device:
         raise UserError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:0") from error
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:0")
+    if device.type == "cpu":
+        if device.index:
+            raise UserError(f"there is no device {name!r}; a CPU has one name: cpu")
+        return torch.device("cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"there is no device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices")
     return device
@@ -148,6 +152,8 @@ def check_fits(name: str, config: ModelConfig, precision: Precision, *devices: t
 
 
 def gigabytes(num_bytes: float) -> str:
+    if num_bytes < 1e5:
+        return f"{num_bytes / 1e3:.1f} kB"
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 

@@ -101,7 +101,7 @@ BAD = {
     "no draft": (("--method", "tree", "--draft", "none", "Hi"), "needs a draft"),
     "missing draft": (("--draft", "./none", "Hi"), "./none"),
     "long n-gram": (("--method", "lookup", "--max-ngram", "17", "Hi"), "between 1 and 16"),
-    "little KV": (("--kv-memory", "1MB", "--max-length", "900", "Hi"), "has room for 1.0 MB"),
+    "little KV": (("--kv-memory", "1MB", "--max-length", "900", "Hi"), "but kv_memory is 1.0 MB; give more"),
     "too long": (("--max-length", "20", "word " * 50), "the context holds 20"),
     "answer too long": (("--max-new-tokens", "9000", "Hi"), "new tokens fit"),
     "no network": (("--target", "some-org/some-model", "Hi"), "some-org/some-model"),
@@ -141,6 +141,12 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(
         (("data", "prepare", "in.jsonl", "-o", "out", "in.jsonl"), "the input in.jsonl is given twice"),
         (("draft", "-o", "file"), "file is a file; name a folder"),
         (("draft", "-o", ""), "the path is empty"),
+        (("draft", "-o", "new", "--seed", "-1"), "seed is -1; it must lie between 0 and 2147483647"),
+        (("bench", "context", "--lengths", "a"), "'a'; a list of whole numbers with commas between them"),
+        (
+            ("generate", "--draft", "run", "Hi"),
+            "run is a training run; make a draft of it: longspec export run",
+        ),
         (("plot", ""), "the path is empty"),
     ],
 )
@@ -151,10 +157,11 @@ def test_words_and_places_of_other_commands(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     (tmp_path / "in.jsonl").write_text('{"text": "a fine day"}')
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert exit_code(words) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert told in line
-    assert not {"file", "in.jsonl"} ^ {one.name for one in tmp_path.iterdir()}
+    assert not {"file", "in.jsonl", "run"} ^ {one.name for one in tmp_path.iterdir()}
 
 
 def test_without_a_command_it_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,6 +199,9 @@ def test_whose_draft_it_is(smollm2: LongSpec, tmp_path: Path, capsys: pytest.Cap
     assert main([*GENERATE[3:], "--draft", str(tmp_path), "Hi"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "trained for tiny, not for smollm2-135m" in line
+    for command in (["info"], ["draft", "-o", str(tmp_path / "new"), "--dry-run"]):
+        assert main([*command, "--draft", str(tmp_path)]) == 2
+        assert "trained for tiny, not for smollm2-135m" in capsys.readouterr().err
     # The same shape with other weights: used, with a warning. Its answers are right all the same.
     mine = GlideDraft(smollm2.target.config, DraftConfig(draft_vocab=50))
     mine.initialise()
@@ -259,6 +269,10 @@ def test_models_and_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert "graphs" not in text, "rounds are not captured on a CPU"
     assert "135 million parameters" in text
     assert "answers up to 3 prompts at once" in text
+    assert "cannot be loaded here: a text of 2 tokens, with room" in told("info", "--kv-memory", "1KB")
+    with pytest.raises(SystemExit, match="0"):
+        main(["generate", "--help"])
+    assert "prompts that run at once (default: 1)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_engines_size_is_given_and_methods_other_than_auto_measure_nothing(
@@ -462,9 +476,10 @@ def test_ctrl_c_while_auto_measures_stops_the_measuring_alone(smollm2_folder: Pa
 
 def test_chat_without_a_terminal_answers_line_by_line(tiny_folder: Path) -> None:
     chat = (*CHAT, "--target", str(tiny_folder), "--no-calibrate", "--max-new-tokens", "2", "--ignore-eos")
-    result = run(*chat, text="one\n\n/tmp/two is what?\n/exit\nthree\n")
+    result = run(*chat, text="one\n\n/tmp/two is what?\n/Help\n/EXIT\nthree\n")
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("ended by length]") == 2
+    assert result.stdout.count("/exit or Ctrl-D leaves.") == 1, "asked for once, and not shown by itself"
 
 
 def test_figures_say_what_there_is_to_say(tiny: LongSpec) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from longspec.cli.arguments import (
     add_device,
+    add_json,
     add_number,
     add_options,
     add_size_arguments,
@@ -23,7 +24,7 @@ from longspec.decoding.methods import Tree
 from longspec.hub.registry import DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from longspec.config import DraftConfig
+    from longspec.config import DraftConfig, ModelConfig
     from longspec.hub import ModelEntry
 
 _MODELS = """\
@@ -90,7 +91,7 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     )
     add_options(parser, Tree, "tree_shape")
     add_size_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
 
 
 def _info(arguments: argparse.Namespace) -> int:
@@ -117,21 +118,22 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     if context > limit:
         raise UserError(f"--context is {context}; the target's limit is {limit} tokens")
     shape = Tree(arguments.tree_shape).tree_shape  # refuses a bad one
-    draft_name, draft = _draft(arguments, entry)
+    draft_name, draft = _draft(arguments, entry, config)
     budget = plan_decoding(config, draft, context, batch, shape, precision, *devices)
     share = config.shared_by(len(devices))
     dtype, per_token = precision.kv_dtype, share.kv_bytes_per_token(precision.kv_dtype.itemsize)
     beside = plan_decoding(config, draft, 1, 1, shape, precision, *devices)
     rest = budget.free - budget.needs.weights - budget.needs.draft_weights
     page = page_size(dtype, config.head_dim, device.type == "cuda")
+    engine, refused = None, None
     try:
         size = size_engine(
             *(share, dtype, device, rest, page),
             max_rows=arguments.max_rows, kv_bytes=arguments.kv_memory, limit=limit,
         )  # fmt: skip
         engine = asdict(size) | {"kv_tokens": size.num_tokens}
-    except UserError:
-        engine = None  # it does not fit, as the report says
+    except UserError as error:
+        refused = str(error)
     return {
         "target": arguments.target,
         "family": config.family,
@@ -159,20 +161,24 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "device_bytes": budget.device_total,
         "left_bytes": budget.left,
         "engine": engine,
+        "engine_refused": refused,
     }
 
 
-def _draft(arguments: argparse.Namespace, entry: ModelEntry | None) -> tuple[str | None, DraftConfig | None]:
+def _draft(
+    arguments: argparse.Namespace, entry: ModelEntry | None, target: ModelConfig
+) -> tuple[str | None, DraftConfig | None]:
     """The draft that `generate` would use, and its config; a published one is not fetched."""
     from longspec.hub import default_draft, resolve_draft, shipped_draft
-    from longspec.models.draft_files import PUBLISHED, read_draft_config
+    from longspec.models.draft_files import PUBLISHED, draft_config_for
 
     name = arguments.draft or default_draft(entry)
     if name in (None, "none"):
         return None, None
     if arguments.draft is None and shipped_draft(name) is None:
         return name, PUBLISHED
-    return name, read_draft_config(resolve_draft(name, offline=arguments.offline))
+    path = resolve_draft(name, offline=arguments.offline)
+    return name, draft_config_for(path, target, arguments.target)
 
 
 def _report(facts: dict[str, Any]) -> str:
@@ -218,12 +224,14 @@ def _report(facts: dict[str, Any]) -> str:
             f"Loaded here, it answers up to {engine['max_rows']} prompts at once and holds "
             f"{engine['kv_tokens']:,} tokens of KV ({size}), at most {engine['max_length']:,} of one text"
         )
+    else:
+        lines.append(f"It cannot be loaded here: {facts['engine_refused']}")
     return "\n".join(lines)
 
 
 MODELS = Command(
     _MODELS,
-    lambda parser: parser.add_argument("--json", action="store_true", help="print a JSON list"),
+    add_json,
     _models,
 )
 INFO = Command(_INFO, _add_info, _info)

@@ -54,10 +54,8 @@ class Fingerprint:
         """The same, from the weights themselves; the norms in the order of `Transformer`'s parameters."""
         samples = [] if embedding is None else [_spread(embedding, _SAMPLES)]
         samples += [_spread(norm, 8) for norm in norms]
-        names = ("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
-        shape = {name: getattr(config, name) for name in (*names, "num_kv_heads", "head_dim")}
         weights = torch.cat(samples).float().tolist() if samples else []
-        return cls(shape, str(dtype).removeprefix("torch."), weights)
+        return cls(_shape_of(config), str(dtype).removeprefix("torch."), weights)
 
     def same_weights(self, other: Fingerprint) -> bool:
         """Whether the sample values agree within the precision of the coarser dtype."""
@@ -68,6 +66,11 @@ class Fingerprint:
             return False
         ours, theirs = (torch.tensor(one.weights[-num_norms:]) for one in (self, other))
         return torch.allclose(ours, theirs, rtol=step, atol=1e-6)
+
+
+def _shape_of(config: ModelConfig) -> dict[str, Any]:
+    names = ("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+    return {name: getattr(config, name) for name in (*names, "num_kv_heads", "head_dim")}
 
 
 def _spread(weight: Tensor, count: int) -> Tensor:
@@ -216,6 +219,14 @@ def read_draft_config(path: Path) -> DraftConfig:
     return as_record(record.draft, DraftConfig, f"cannot read {path / 'config.json'}: draft")
 
 
+def draft_config_for(path: Path, target: ModelConfig, target_name: str) -> DraftConfig:
+    """The same; a draft that was trained for a target of another shape is refused."""
+    record = read_draft_record(path)
+    if record is not None:
+        _check_shape(path, record, _shape_of(target), target_name)
+    return read_draft_config(path)
+
+
 def read_draft_record(path: Path) -> DraftRecord | None:
     """The content of config.json; None if the draft is not in our format."""
     file = path / "config.json"
@@ -227,20 +238,27 @@ def read_draft_record(path: Path) -> DraftRecord | None:
 
 
 def _check_target(path: Path, record: DraftRecord, here: Fingerprint, target_name: str) -> None:
-    known = record.fingerprint
-    trained_for = shown(record.target or "another target", quoted=False)
-    for name, value in here.shape.items():
-        if known.shape.get(name) != value:
-            raise UserError(
-                f"the draft {path} was trained for {trained_for}, not for {target_name}: "
-                f"{name} is {shown(known.shape.get(name), quoted=False)} there and {value} here"
-            )
-    if here.weights and not known.same_weights(here):
+    _check_shape(path, record, here.shape, target_name)
+    if here.weights and not record.fingerprint.same_weights(here):
         warnings.warn(
-            f"the draft {path} was trained for {trained_for}; {target_name} has the same shape but other "
-            "weights: answers stay correct, but fewer tokens may be accepted",
+            f"the draft {path} was trained for {_trained_for(record)}; {target_name} has the same shape "
+            "but other weights: answers stay correct, but fewer tokens may be accepted",
             stacklevel=2,
         )
+
+
+def _check_shape(path: Path, record: DraftRecord, here: dict[str, Any], target_name: str) -> None:
+    known = record.fingerprint.shape
+    for name, value in here.items():
+        if known.get(name) != value:
+            raise UserError(
+                f"the draft {path} was trained for {_trained_for(record)}, not for {target_name}: "
+                f"{name} is {shown(known.get(name), quoted=False)} there and {value} here"
+            )
+
+
+def _trained_for(record: DraftRecord) -> str:
+    return shown(record.target or "another target", quoted=False)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

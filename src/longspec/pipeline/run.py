@@ -34,7 +34,7 @@ from longspec.data.shards import is_finished, read_info
 from longspec.data.synthesize import Writer, synthesize
 from longspec.data.work import locked
 from longspec.errors import INSTALL_TRAINING, UserError, check_same
-from longspec.models.draft_files import read_draft_config
+from longspec.models.draft_files import draft_config_for
 from longspec.models.files import read_config
 from longspec.models.placement import gigabytes, pick_device, pick_dtype
 from longspec.pipeline.card import duration, with_given
@@ -96,6 +96,9 @@ def plan_draft(options: DraftOptions) -> Plan:
     device = pick_device(options.device)
     files = hub.resolve(options.target, config_only=True)
     config = read_config(files.folder, files.config)
+    from_draft = None
+    if options.draft is not None:
+        from_draft = draft_config_for(hub.resolve_draft(options.draft), config, options.target)
     tokenizer = hub.resolve_tokenizer(options.target)
     encoder = PromptEncoder(tokenizer.folder, tokenizer.chat_template)
     return make_plan(
@@ -105,7 +108,7 @@ def plan_draft(options: DraftOptions) -> Plan:
         has_template=bool(encoder.tokenizer.chat_template),
         seconds=options.seconds,
         tokens=options.tokens,
-        from_draft=None if options.draft is None else read_draft_config(hub.resolve_draft(options.draft)),
+        from_draft=from_draft,
     )
 
 

@@ -79,7 +79,7 @@ def test_prepare_says_what_it_did_and_what_it_left_out(
     told = capsys.readouterr()
     assert "of 3 documents in 1 shard, " in told.out
     assert "from cot.jsonl (CC0): " in told.out
-    assert "left out 1 bad record, first:" in told.err
+    assert "left out 1 refused record, first:" in told.err
     assert "cot.jsonl line 4: it is not JSON" in told.err
     assert main(command) == 0
     assert "is done already" in capsys.readouterr().out

@@ -26,7 +26,7 @@ Seconds = Annotated[float, Field(ge=0)]
 
 @with_config(_MORE)
 class Difference(TypedDict):
-    """Where an answer parts from vanilla's."""
+    """Where an answer differs from vanilla's."""
 
     margin: float | None
 

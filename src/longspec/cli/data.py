@@ -144,7 +144,8 @@ def _tell(summary: PrepareSummary) -> None:
     if summary.short:
         print(f"  left out as too short: {_number(summary.short, 'document')}")
     if summary.bad:
-        print(f"longspec: warning: left out {_number(summary.bad, 'bad record')}, first:", file=sys.stderr)
+        refused = _number(summary.bad, "refused record")
+        print(f"longspec: warning: left out {refused}, first:", file=sys.stderr)
         for place in summary.bad_places:
             print(f"  {printable(place)}", file=sys.stderr)
     if not summary.already:

@@ -48,7 +48,7 @@ class PrepareOptions(Recipe):
     limit: int | None = option(None, "then take at most N records", least=1)
     shard_sequences: int | None = option(None, "sequences per shard (default: 8 million tokens)", least=1)
     split: str | None = option(None, "of a save_to_disk folder that has several")
-    skip_bad: bool = option(False, "count bad records and files, and continue")
+    skip_bad: bool = option(False, "count refused records and files, and continue")
     workers: int = option(1, "processes that tokenise; the result does not depend on it", least=1)
 
     def __post_init__(self) -> None:

@@ -144,7 +144,8 @@ class _Job:
 
     def _bad(self, bad: Bad) -> None:
         if not self._options.skip_bad:
-            raise UserError(f"{bad.place}: {bad.reason}; fix it, or leave bad records out with --skip-bad")
+            way_out = "fix it, or leave refused records out with --skip-bad"
+            raise UserError(f"{bad.place}: {bad.reason}; {way_out}")
         counts = self.state.counts
         counts.num_bad += 1
         if len(counts.bad_places) < _NUM_PLACES:

@@ -135,6 +135,7 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(
     [
         (("bench", "report", "b1", "--output", "page.html", "b2"), "b1 is not the folder of a run"),
         (("train", "data.train=[x]", "--only", "foo", "stage=all"), "these settings have the stages base"),
+        (("bench", "report", "b1", "--output", "page.html", ""), "RUN: the path is empty"),
         (("models", "foo"), "foo is unknown (see longspec models --help)"),
         (("data", "synthesize", "--tokens", "9", "--output", "file"), "file is a file; name a folder"),
         (("data", "prepare", "in.jsonl", "-o", "file/x"), "file is a file; name a folder"),

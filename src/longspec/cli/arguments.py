@@ -65,7 +65,7 @@ def add_weights(group: argparse._ActionsContainer) -> None:
         metavar="TYPE",
         help="number format of the target's weights: auto (as the file has them), on a CPU float16, "
         "bfloat16, int8 or int4, on a GPU int8 or fp8: these decode faster and change the words a little "
-        "(%(default)s)",
+        "(default: %(default)s)",
     )
 
 
@@ -75,7 +75,7 @@ def add_kv_dtype(group: argparse._ActionsContainer) -> None:
         default="auto",
         metavar="TYPE",
         help="number format of keys and values: auto (the dtype), or on a GPU fp8: half the bytes, and the "
-        "words change a little (%(default)s)",
+        "words change a little (default: %(default)s)",
     )
 
 
@@ -97,7 +97,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, rows: str = "128, on a 
         default="auto",
         metavar="TYPE",
         help="number format of the draft's weights: int8, target (the target's dtype), or auto: int8 on a "
-        "CPU, on a GPU like the target's weights (%(default)s)",
+        "CPU, on a GPU like the target's weights (default: %(default)s)",
     )
     group.add_argument(
         "--attention",

@@ -96,9 +96,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _append(arguments: argparse.Namespace, words: list[str]) -> list[str]:
     """Add words that follow a flag to the command's list of words, where argparse leaves them over; returns
     those that no command takes."""
-    for action in arguments.parser._get_positional_actions():
+    parser: Parser = arguments.parser
+    for action in parser._get_positional_actions():
         if action.nargs in ("*", "+"):
-            read = [arguments.parser._get_value(action, word) for word in words]
+            try:
+                read = [parser._get_value(action, word) for word in words]
+            except argparse.ArgumentError as error:
+                parser.error(str(error))
             setattr(arguments, action.dest, [*(getattr(arguments, action.dest) or ()), *read])
             return []
     return words

@@ -19,6 +19,11 @@ TEMPLATE = (
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of ranks come first: a process that has trained keeps DeepSpeed's group of processes."""
+    items.sort(key=lambda item: item.path.name != "test_ranks.py")
+
+
 @pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
     """The default target on disk, fetched once."""

@@ -47,7 +47,7 @@ class CheckpointState:
     micro_batch: int = 0
     """Sequences at a time: a resumed run takes as many, because the sums round by it."""
     seconds: float = 0.0
-    """How long the stage has run so far."""
+    """How long the stage has run so far, if its time is limited."""
     acceptance: dict[str, Any] | None = None
     """The fields of `evaluate.Acceptance`, if it was measured."""
 

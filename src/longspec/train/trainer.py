@@ -390,11 +390,12 @@ class Trainer:
             save_draft(draft, building / "draft", self.fingerprint, self.settings.target.path, table)
         self.engine.wait()
         if self.processes.first:
+            passed = self.seconds_before + time.perf_counter() - self.started
             state = {
                 "world_size": self.processes.world_size,
                 "num_steps": self.num_steps,
                 "micro_batch": self.stage.micro_batch,
-                "seconds": self.seconds_before + time.perf_counter() - self.started,
+                "seconds": passed if self.settings.saving.stage_seconds else 0.0,
                 "tokens": step * self.per_step * self.stage.seq_length,
                 "acceptance": None if self.acceptance is None else asdict(self.acceptance),
             }

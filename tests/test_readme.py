@@ -34,7 +34,7 @@ def test_command(command: str, tmp_path: Path, smollm2_folder: Path) -> None:
     if arguments[3] == "generate":
         arguments += ["--max-new-tokens", "8"]
     result = subprocess.run(
-        arguments, cwd=tmp_path, input="/exit\n", capture_output=True, text=True, timeout=120
+        arguments, cwd=tmp_path, input="Hi.\n/exit\n", capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()

@@ -314,10 +314,12 @@ def test_streams_that_are_closed_or_know_only_ascii(tiny_folder: Path, tmp_path:
     def shell(redirect: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return run("sh", "-c", f'"$0" "$@" {redirect}', *PROGRAM, *arguments, **environment)
 
-    # A conversation with nobody: the name comes as far as it can be written.
-    chat = shell("<&-", "chat", *vanilla, PYTHONIOENCODING="ascii")
+    # A conversation with nobody, and a name that comes as far as it can be written.
+    chat = shell("<&-", "chat", *vanilla)
     assert chat.returncode == 0, chat.stderr
-    assert "mod?le: Enter sends" in chat.stdout
+    about = shell("<&-", "info", str(tmp_path / "modèle"), PYTHONIOENCODING="ascii")
+    assert about.returncode == 0, about.stderr
+    assert "mod?le" in about.stdout
     nothing = shell("<&-", "generate", *vanilla)
     assert nothing.returncode == 2
     assert nothing.stderr == "longspec: error: the prompt is empty; give some text\n"

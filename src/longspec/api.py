@@ -296,7 +296,7 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """Stop the answer. Another thread that is reading the stream comes to its end."""
+        """Stop the answer. If another thread reads this stream, its iteration ends."""
         self._model.engine.cancel(self._sequence)
         with contextlib.suppress(ValueError):  # that thread is in the middle of it
             self._pieces.close()

@@ -29,7 +29,7 @@ _MANY_CHARACTERS = 8
 
 
 class PromptTooLong(UserError):
-    """A prompt with more tokens than it may have."""
+    """The prompt has more tokens than fit."""
 
     def __init__(self, size: str) -> None:
         super().__init__(f"the prompt has {size} tokens")

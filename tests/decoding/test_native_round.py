@@ -202,8 +202,8 @@ def test_a_drafts_noise_is_that_of_choices() -> None:
 def test_chains_are_drafted_alike(
     method: Method, window: int, temperature: float, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In batches, over texts longer than the draft's window, and after rounds that did not draft. A chain may
-    be longer than the window."""
+    """The C code and torch's operations draft the same chains: in batches, in texts and with chains that are
+    longer than the draft's window, and after rounds that did not draft."""
     shape = {"vocab_size": 40, "num_layers": 5, "hidden_size": 36, "intermediate_size": 50, "head_dim": 16}
     target, propose = tiny_target(**shape), drafting.propose
     target.head = packed(target.head)  # type: ignore[assignment]

@@ -86,7 +86,7 @@ def row_key(row: Row) -> tuple[str, str, str, float, int]:
 
 
 def check_place(path: Path) -> None:
-    """Refuse a folder that has something, but no run of `longspec bench`."""
+    """Refuse a folder that is not empty, unless it holds a run of `longspec bench`."""
     check_folder(path)
     if not (path / RUN).exists() and not is_empty(path):
         raise UserError(f"{path} is not empty and has no {RUN} of longspec bench: name another folder")

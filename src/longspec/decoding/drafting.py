@@ -357,8 +357,9 @@ def _confidence(tree: Levels, level: range, proposals: list[Tensor]) -> Tensor:
 
 
 def level_ranges(shape: tuple[int, ...], vocab: int, draws: bool = False) -> list[range]:
-    """The nodes of each level, from the root's on: as many as the shape says, or as many as there can be. If
-    nodes are drawn, those of a level all have the same number of children."""
+    """The nodes of each level, the root's level first. A level has as many nodes as the shape says, but at
+    most one child for each parent and token. If nodes are drawn, each parent has the same number of
+    children."""
     levels = [range(1)]
     for above, width in zip((1, *shape), shape, strict=False):
         last = levels[-1]

@@ -215,7 +215,7 @@ class Loop:
         if not constrained:
             return None
         size = -(-self.models.target.config.vocab_size // 32)
-        # All bits, because rows without a constraint may say everything.
+        # -1 sets all bits, because a row without a constraint may emit every token.
         masks = torch.full((self.device.max_rows, size), -1, dtype=torch.int32, device="cpu")
         for seat in constrained:
             assert seat.sequence.constraint is not None
@@ -224,7 +224,7 @@ class Loop:
                 seat.sequence.constraint.fill(masks[seat.slot], seat.sequence.tokens)
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # nor is one in llguidance
+            except BaseException as error:  # a panic in llguidance's Rust code is no Exception
                 self._end(seat, error)
         return masks
 

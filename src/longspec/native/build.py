@@ -246,20 +246,16 @@ def _load() -> ctypes.CDLL | str:
 
 
 def _opened() -> ctypes.CDLL:
-    """The library; compiled again if its file cannot be loaded."""
-    file, is_new = _compiled()
+    """Load the library. If its file cannot be loaded, compile it again."""
     try:
-        return ctypes.CDLL(str(file))
+        return ctypes.CDLL(str(_compiled()))
     except OSError:  # damaged, or compiled on another system that shares the folder
-        if is_new:
-            raise
-    file.unlink(missing_ok=True)
-    return ctypes.CDLL(str(_compiled()[0]))
+        return ctypes.CDLL(str(_compiled(again=True)))
 
 
-def _compiled() -> tuple[Path, bool]:
-    """The library's file, compiled now if it is not there for this code, compiler and processor; and whether
-    it was."""
+def _compiled(again: bool = False) -> Path:
+    """The library's file. It is compiled now, unless there is one for this code, compiler and processor and
+    it is not wanted `again`."""
     command = _compiler()
     if not command:
         raise FileNotFoundError(f"no C compiler ({', '.join(_COMPILERS)}) is on the path")
@@ -270,8 +266,8 @@ def _compiled() -> tuple[Path, bool]:
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     # Code that somebody else put there is not run.
-    if (folder / name).is_file() and (folder / name).stat().st_uid in (0, os.getuid()):
-        return folder / name, False
+    if not again and (folder / name).is_file() and (folder / name).stat().st_uid in (0, os.getuid()):
+        return folder / name
     with tempfile.TemporaryDirectory() as work:
         made = Path(work) / name
         line = [*command, str(_SOURCE), "-o", str(made), "-lm"]
@@ -284,7 +280,7 @@ def _compiled() -> tuple[Path, bool]:
         folder = Path(tempfile.mkdtemp(prefix="longspec-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         (folder / name).write_bytes(data)
-    return folder / name, True
+    return folder / name
 
 
 def _compiler() -> list[str]:

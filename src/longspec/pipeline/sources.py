@@ -68,27 +68,29 @@ class Sources:
         return self.work / f"{name}.jsonl"
 
     def own_prompts(self) -> list[dict[str, Any]]:
-        """The user's prompts for training; the others are written to the file for the measurement."""
-        if self.options.prompts is None:
-            return []
-        found = list(read_own_prompts(self.options.prompts))
-        every = _HELD_OUT_EVERY if len(found) >= _HELD_OUT_EVERY else len(found) + 1
-        held = [one for number, one in enumerate(found, 1) if number % every == 0][:_MOST_HELD_OUT]
-        if held and not (self.work / OWN_HELD_OUT).exists():
-            write_whole(self.work / OWN_HELD_OUT, _lines({"turns": _turns(one)} for one in held))
-        kept_out = self.held_out()
-        return [one for one in found if one not in held and all(map(kept_out.allows, _turns(one)))]
+        """The user's prompts for training: those that are not held out and are unlike all that are."""
+        held_out, (found, held) = self.held_out(), self._split_own()
+        return [one for one in found if one not in held and all(map(held_out.allows, _turns(one)))]
 
     def held_out(self) -> HeldOut:
-        own = self.work / OWN_HELD_OUT
+        """What must not be learnt: the built-in prompts, and those of the user's prompts that are for the
+        measurement. The latter are written to a file."""
+        own, (_, held) = self.work / OWN_HELD_OUT, self._split_own()
+        if held and not own.exists():
+            write_whole(own, _lines({"turns": _turns(one)} for one in held))
         return HeldOut.read([str(BUILTIN), *([str(own)] if own.exists() else [])])
+
+    def _split_own(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """All of the user's prompts, and those of them that are for the measurement."""
+        found = [] if self.options.prompts is None else list(read_own_prompts(self.options.prompts))
+        every = _HELD_OUT_EVERY if len(found) >= _HELD_OUT_EVERY else len(found) + 1
+        return found, [one for number, one in enumerate(found, 1) if number % every == 0][:_MOST_HELD_OUT]
 
     def make_passage_prompts(self) -> None:
         self._make("passage_prompts", Library([]), _PASSAGE_SHARES, ())
 
     def make_documents(self, tokenizer: Any) -> None:
         """The user's documents, the target's passages, and sources of packages."""
-        self.own_prompts()  # so that those for the measurement are held out
         books = self.work / "texts.jsonl"
         own, licence = self.options.documents, self.options.licence
         given = (

@@ -57,8 +57,8 @@ class Choice:
         return Piece(text, first, known, self.finish_reason)
 
     def spelled(self, places: range) -> tuple[list[str], list[int]]:
-        """The text that each of these tokens completes, and where it begins in the answer's text. A character
-        of several tokens belongs to the last one."""
+        """For each of these tokens, the text that it adds, and where that text begins in the answer. If
+        several tokens make one character, only the last one adds it."""
         texts, offsets = [], []
         for place in places:
             offsets.append(len(self._spelling.text))

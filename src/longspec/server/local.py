@@ -17,8 +17,8 @@ from longspec.server.errors import ApiError
 
 
 class OnlyLocal:
-    """Refuses requests whose Host is another machine. A web site can make its own name point at 127.0.0.1, so
-    that its page may read our answers (DNS rebinding)."""
+    """Refuses requests whose Host header names another machine, because a web site can let its own name
+    resolve to 127.0.0.1 and then read our answers from its page (DNS rebinding)."""
 
     def __init__(
         self, app: ASGIApp, host: str, tell_error: Callable[[Request, Exception], Awaitable[Response]]

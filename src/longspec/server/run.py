@@ -95,7 +95,7 @@ class FrontOptions:
     grace_seconds: int = 30
     """At shutdown, the time for running answers to finish."""
     host: str = ""
-    """The name or address that the user gave to listen at."""
+    """The value of `--host`: the name or address at which the server listens."""
     names: tuple[str, ...] = ()
     """The names that requests may give the model, if not the target's."""
 

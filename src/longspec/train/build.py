@@ -71,8 +71,9 @@ def build(settings: TrainSettings, device: torch.device, partitioned: bool) -> P
     if draft.vocab_ids is not None and path is None:
         ids = mixture.frequent(len(draft.vocab_ids), sorted(pair.eos_ids), config.vocab_size)
         draft.vocab_ids.copy_(torch.from_numpy(ids))
-    if settings.evaluation.every:
-        _check_gamma(settings.evaluation.gamma, draft.config)
+    gamma, max_lag = settings.evaluation.gamma, draft.config.max_lag
+    if settings.evaluation.every and gamma > max_lag:
+        raise UserError(f"evaluation.gamma is {gamma} and the draft has {max_lag} lags (draft.max_lag)")
     draft.to(device)
     return Parts(pair, mixture, _draws(settings.stage, draft.config, config.max_length))
 
@@ -136,11 +137,6 @@ def _check(settings: TrainSettings, mixture: Mixture) -> None:
             f"data.train names {last} twice, and the held-out sequences are at its end, so they would be "
             "learnt: put another folder last, or set data.num_held_out=0"
         )
-
-
-def _check_gamma(gamma: int, draft: DraftConfig) -> None:
-    if gamma > draft.max_lag:
-        raise UserError(f"evaluation.gamma is {gamma} and the draft has {draft.max_lag} lags (draft.max_lag)")
 
 
 def _draws(stage: StageSettings, draft: DraftConfig, max_length: int) -> Draws:

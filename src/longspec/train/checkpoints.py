@@ -45,7 +45,7 @@ class CheckpointState:
     files: dict[str, int]
     """Sizes by name."""
     micro_batch: int = 0
-    """Sequences at a time: a resumed run takes as many, because the sums round by it."""
+    """Sequences per micro-batch. A resumed run uses the same number, because rounding depends on it."""
     seconds: float = 0.0
     """How long the stage has run so far, if its time is limited."""
     acceptance: dict[str, Any] | None = None
@@ -157,7 +157,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def check_place(run: Path, own: Iterable[str], resume: str | None) -> None:
-    """Refuse to begin in a folder that has something, but none of a run's `own` files and folders."""
+    """Refuse to begin in a folder that is not empty, unless it has one of a run's `own` files or folders."""
     check_folder(run)
     if resume is None and not is_empty(run) and not any((run / name).exists() for name in own):
         raise UserError(f"{run} is not empty and has no run: give another run=FOLDER")

@@ -162,7 +162,7 @@ class Trainer:
         """Of this stage, in earlier processes."""
 
     def run(self) -> Path:
-        """Train, and write the run's folder; no other process may write there meanwhile."""
+        """Train and write the run's folder, which is locked so that no other process writes there."""
         with locked(self.folder) if self.processes.first else contextlib.nullcontext():
             self._run()
         return self.folder
